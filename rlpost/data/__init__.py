@@ -1,0 +1,1 @@
+"""From task rows to prompts, and from rollouts to micro-batches."""

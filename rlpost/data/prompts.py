@@ -1,0 +1,80 @@
+"""Examples become prompts: the chat template once, then token ids, then the length limit."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlpost.errors import UserError
+from rlpost.types import Example, Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a prompt is written for the model.
+
+    Attributes:
+        system: a system message put before the example's messages (an example's own wins).
+        template: "chat" renders the messages with the tokenizer's chat template; "plain" joins their contents
+            with blank lines, for base models.
+        completion_prefix: text the answer starts with; part of the prompt, so it is not trained on, and part
+            of the answer, so rewards see it.
+        max_tokens: the longest prompt, in tokens.
+        overlong: "refuse" stops the run, "filter" drops the prompt, "truncate" cuts its beginning.
+    """
+
+    system: str | None = None
+    template: Literal["chat", "plain"] = "chat"
+    completion_prefix: str = ""
+    max_tokens: int = 256
+    overlong: Literal["refuse", "filter", "truncate"] = "filter"
+
+    def apply(self, examples: Sequence[Example], tokenizer: Any, what: str) -> list[Prompt]:
+        """Tokenise all examples; counts of filtered and truncated prompts go to the log.
+
+        Raises: UserError if the tokenizer has no chat template, a prompt is overlong and `overlong` is
+            "refuse", or none is left.
+        """
+        prompts: list[Prompt] = []
+        num_overlong = 0
+        for row, example in enumerate(examples, start=1):
+            text = self._render(example, tokenizer)
+            # The template writes the special tokens itself; adding them again would double the BOS. Plain text
+            # gets those the tokenizer adds to any text.
+            token_ids = tokenizer.encode(text, add_special_tokens=self.template == "plain")
+            if len(token_ids) > self.max_tokens:
+                num_overlong += 1
+                if self.overlong == "refuse":
+                    raise UserError(
+                        f"{what} prompt {row} has {len(token_ids)} tokens, over prompt.max_tokens="
+                        f"{self.max_tokens}; raise it, or set prompt.overlong=filter or truncate"
+                    )
+                if self.overlong == "filter":
+                    continue
+                token_ids = token_ids[-self.max_tokens :]
+                text = tokenizer.decode(token_ids)
+            prompts.append(Prompt(example, tuple(token_ids), text, self.completion_prefix))
+        if num_overlong:
+            done = "left out" if self.overlong == "filter" else "truncated"
+            log.warning(
+                "%d of %d %s prompts are over prompt.max_tokens=%d and were %s",
+                *(num_overlong, len(examples), what, self.max_tokens, done),
+            )
+        if not prompts:
+            raise UserError(
+                f"all {len(examples)} {what} prompts are over prompt.max_tokens={self.max_tokens}; raise it"
+            )
+        return prompts
+
+    def _render(self, example: Example, tokenizer: Any) -> str:
+        messages = [dict(message) for message in example.messages]
+        if self.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.system})
+        if self.template == "plain":
+            return "\n\n".join(message["content"] for message in messages) + self.completion_prefix
+        if tokenizer.chat_template is None:
+            raise UserError("the model's tokenizer has no chat template; set prompt.template=plain")
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return rendered + self.completion_prefix

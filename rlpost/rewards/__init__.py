@@ -1,0 +1,1 @@
+"""Reward functions, and how several make one reward (`combine.py`)."""

@@ -1,0 +1,1 @@
+"""Rollout engines: prompts in, sampled completions out, behind one protocol (`engine.py`)."""

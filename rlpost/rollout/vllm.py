@@ -1,0 +1,125 @@
+"""vLLM inside the trainer's process: no server, no second copy of the run's environment."""
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Read when vllm is imported. One process, threads left as the launcher set them, quiet, nothing sent home.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch
+from torch import Tensor, nn
+from vllm import LLM, SamplingParams
+
+from rlpost.rollout.engine import Sampling
+from rlpost.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
+
+
+class VLLMEngine:
+    """A colocated vLLM engine.
+
+    Args:
+        directory: the model, in Hugging Face format.
+        end_token_ids: tokens that end a completion.
+        max_model_len: longest prompt plus completion, in tokens.
+        dtype: of its weights; float32 keeps its log-probabilities within about 1e-4 of the trainer's.
+        kv_cache_bytes: memory for keys and values.
+        max_num_seqs: completions decoded together.
+        enforce_eager: no graph compilation: quicker to start, slower on GPUs.
+        block_size: tokens a cache block holds; prompts share whole blocks only.
+        gpu_memory_utilization: share of a GPU's memory for the engine; not used on CPUs.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        end_token_ids: Sequence[int],
+        max_model_len: int,
+        dtype: str = "float32",
+        kv_cache_bytes: int = 2**30,
+        max_num_seqs: int = 64,
+        enforce_eager: bool = True,
+        block_size: int = 32,
+        gpu_memory_utilization: float = 0.4,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self._end_token_ids = list(end_token_ids)
+        threads = torch.get_num_threads()
+        settings: dict[str, Any] = (
+            {"gpu_memory_utilization": gpu_memory_utilization}
+            if torch.cuda.is_available()
+            else {"kv_cache_memory_bytes": kv_cache_bytes}
+        )
+        self._llm = LLM(
+            model=str(directory),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            enforce_eager=enforce_eager,
+            trust_remote_code=trust_remote_code,
+            distributed_executor_backend="uni",
+            enable_prefix_caching=True,
+            generation_config="vllm",  # the model's own sampling defaults stay out
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            seed=0,
+            **settings,
+        )
+        if torch.get_num_threads() != threads:
+            log.warning("vLLM changed the number of threads from %d to %d", threads, torch.get_num_threads())
+        self._tokenizer = self._llm.get_tokenizer()
+
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        if not prompts:
+            return []
+        # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
+        self._llm.reset_prefix_cache()
+        requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
+        params = [self._params(sampling, seed) for seed in seeds]
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        return [self._completion(output.outputs[0]) for output in outputs]
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
+        self._llm.apply_model(_refresh_head)
+        self._llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop=list(sampling.stop) or None,
+            stop_token_ids=self._end_token_ids,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            logprobs=0,  # the sampled token's own
+            detokenize=bool(sampling.stop),  # stop strings are looked for in the text
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        token_ids = tuple(output.token_ids)
+        logprobs = tuple(at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True))
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Completion(token_ids, logprobs, text, "length" if output.finish_reason == "length" else "stop")
+
+
+def _refresh_head(model: nn.Module) -> None:
+    """On CPUs the head multiplies by a repacked copy of its weight, which reloading a tied embedding leaves stale."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)

@@ -1,0 +1,270 @@
+"""Tracking: metrics.jsonl and completion files always, MLflow when there is a URI.
+
+metrics.jsonl is the record; MLflow is fed from it by a thread, so that a slow or absent server never holds up or
+ends a run. What it missed is sent when it is back, now or on a resume, and named if it never comes back.
+"""
+
+import json
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlpost.types import Rollout
+
+log = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+Metrics = Mapping[str, float | None]
+
+
+class MetricsFile:
+    """metrics.jsonl: one flat JSON object a step, flushed to the disk line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float | None]:
+        """Write a step's line. A value that is not finite becomes null. Returns: what was written, less the step."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **finite}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        return finite
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The steps written so far. A last line cut short by a crash is left out."""
+        if not self._path.is_file():
+            return
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines after `step`: a resumed run writes them again."""
+        kept = [row for row in self.rows() if row["step"] <= step]
+        replacement = self._path.with_suffix(".tmp")
+        replacement.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        replacement.replace(self._path)
+
+
+def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
+    """A row a rollout: prompt, completion, tokens, rewards, advantage, finish reason."""
+    functions = sorted({name for rollout in rollouts for name in rollout.rewards})
+    rows = [
+        {
+            "step": step,
+            "group_id": r.prompt.group_id,
+            "sample_index": r.sample_index,
+            "prompt": r.prompt.text,
+            "completion": r.completion.text,
+            "answer": r.prompt.example.answer,
+            "reward": r.reward,
+            **{f"reward/{name}": r.rewards.get(name) for name in functions},
+            "advantage": r.advantage,
+            "finish_reason": r.completion.finish_reason,
+            "num_tokens": len(r.completion.token_ids),
+            "prompt_token_ids": list(r.prompt.token_ids),
+            "token_ids": list(r.completion.token_ids),
+            "rollout_logprobs": list(r.completion.rollout_logprobs),
+        }
+        for r in rollouts
+    ]
+    return pa.Table.from_pylist(rows)
+
+
+class Tracker:
+    """A run's record: files in its directory, and an MLflow run if there is a sink.
+
+    Only the main rank has one.
+    """
+
+    def __init__(self, run_dir: Path, sink: "MlflowSink | None", completions_every: int = 10) -> None:
+        self._metrics = MetricsFile(run_dir / "metrics.jsonl")
+        self._completions = run_dir / "completions"
+        self._completions.mkdir(exist_ok=True)
+        self._sink = sink
+        self._completions_every = completions_every
+        self._named: set[str] = set()  # metrics already reported as not finite
+
+    @property
+    def mlflow_run_id(self) -> str | None:
+        return self._sink.run_id if self._sink else None
+
+    def resume_after(self, step: int) -> None:
+        """Go on after a checkpoint's step: later lines are dropped, and MLflow gets what it lacks of the others."""
+        self._metrics.keep_until(step)
+        if self._sink:
+            for row in self._metrics.rows():
+                self._sink.metrics(row.pop("step"), row)
+
+    def log(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+        """Record a step; step 0 is what was measured before the first, without rollouts."""
+        for name, value in metrics.items():
+            if not math.isfinite(value) and name not in self._named:
+                self._named.add(name)
+                log.info("%s is %s at step %d; written as null (said once)", name, value, step)
+        written = self._metrics.append(step, metrics)
+        if self._sink:
+            self._sink.metrics(step, written)
+        if rollouts:
+            self._log_completions(step, completions_table(rollouts, step))
+
+    def _log_completions(self, step: int, table: pa.Table) -> None:
+        building = self._completions / f".step-{step:06d}.parquet"
+        pq.write_table(table, building)
+        building.replace(self._completions / f"step-{step:06d}.parquet")
+        if self._sink and self._completions_every and (step == 1 or step % self._completions_every == 0):
+            hidden = ["prompt_token_ids", "token_ids", "rollout_logprobs"]
+            self._sink.table(step, table.drop_columns(hidden).to_pylist())
+
+    def summary(self) -> list[dict[str, Any]]:
+        return list(self._metrics.rows())
+
+    def close(self, status: Status, files: Sequence[Path] = ()) -> None:
+        """Send what is left and end the MLflow run. A gap that stays is named in the log."""
+        if self._sink:
+            for file in files:
+                self._sink.file(file)
+            self._sink.close(status)
+
+
+class MlflowSink:
+    """A thread that feeds one MLflow run, in order, trying again for as long as the store does not answer.
+
+    Args:
+        uri: an MLflow tracking URI.
+        experiment: made if it does not exist.
+        run_id: an existing run to go on with, on a resume.
+        patience_s: how long `close` waits for a store that does not answer.
+    """
+
+    RETRY_S = 5.0
+
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        files: Sequence[Path] = (),
+        artifacts: str | None = None,
+        run_id: str | None = None,
+        patience_s: float = 30.0,
+    ) -> None:
+        # The client's own retries would block for minutes; this thread retries by itself.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        self.run_id = run_id
+        self._uri = uri
+        self._experiment = experiment
+        self._run_name = run_name
+        self._params = dict(params)
+        self._tags = dict(tags)
+        self._artifacts = artifacts
+        self._patience_s = patience_s
+        self._client: Any = None
+        self._sent_steps: set[int] = set()
+        self._queue: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue()
+        self._deadline = math.inf
+        self._missed: list[str] = []
+        self._connected = threading.Event()
+        self._put("the run's parameters", self._open)
+        for file in files:
+            self.file(file)
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
+        # The run id belongs into the first checkpoint; a store that answers gives it within seconds.
+        self._connected.wait(timeout=20)
+
+    def metrics(self, step: int, metrics: Metrics) -> None:
+        self._put(f"step {step}", lambda: self._send_metrics(step, metrics))
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        name = f"completions/step-{step:06d}.json"
+        self._put(name, lambda: self._client.log_table(self.run_id, columns, name))
+
+    def file(self, path: Path) -> None:
+        self._put(path.name, lambda: self._client.log_artifact(self.run_id, str(path)))
+
+    def close(self, status: Status) -> None:
+        self._put(f"the status {status}", lambda: self._client.set_terminated(self.run_id, status))
+        self._queue.put(None)
+        self._deadline = time.monotonic() + self._patience_s
+        self._thread.join(timeout=self._patience_s + 60)
+        if self._missed:
+            log.warning(
+                "MLflow at %s did not answer; it lacks %s (metrics.jsonl has every step; a resume sends them)",
+                *(self._uri, ", ".join(self._missed)),
+            )
+
+    def _put(self, what: str, action: Callable[[], None]) -> None:
+        self._queue.put((what, action))
+
+    def _work(self) -> None:
+        told = False
+        while (item := self._queue.get()) is not None:
+            what, action = item
+            while True:
+                try:
+                    action()
+                    if told:
+                        log.info("MLflow at %s answers again", self._uri)
+                    told = False
+                    break
+                except Exception as error:  # any failure of the store: the run goes on
+                    if not told:
+                        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                        log.warning("MLflow at %s: %s; training goes on, the gap is kept", self._uri, reason)
+                        told = True
+                if time.monotonic() > self._deadline:
+                    self._missed.append(what)
+                    break
+                time.sleep(min(self.RETRY_S, max(0.1, self._deadline - time.monotonic())))
+
+    def _open(self) -> None:
+        """Find or make the experiment and the run."""
+        import mlflow
+        from mlflow.entities import Param, RunTag
+
+        self._client = mlflow.MlflowClient(tracking_uri=self._uri)
+        if self._uri.startswith("sqlite:///"):
+            Path(self._uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        if self.run_id is not None:
+            self._client.update_run(self.run_id, status="RUNNING")
+            history = self._client.get_metric_history(self.run_id, "tokens/total")
+            self._sent_steps = {metric.step for metric in history}
+        else:
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment_id = found.experiment_id if found else self._make_experiment()
+            self.run_id = self._client.create_run(experiment_id, run_name=self._run_name).info.run_id
+            params = [Param(key, str(value)[:6000]) for key, value in self._params.items()]
+            for start in range(0, len(params), 100):  # the server's limit a call
+                self._client.log_batch(self.run_id, params=params[start : start + 100])
+        self._client.log_batch(self.run_id, tags=[RunTag(k, v) for k, v in self._tags.items()])
+        self._connected.set()
+
+    def _make_experiment(self) -> str:
+        location = f"{Path(self._artifacts).as_uri()}/{self._experiment}" if self._artifacts else None
+        return self._client.create_experiment(self._experiment, artifact_location=location)
+
+    def _send_metrics(self, step: int, metrics: Metrics) -> None:
+        from mlflow.entities import Metric
+
+        if step in self._sent_steps:
+            return
+        now = int(time.time() * 1000)
+        batch = [Metric(name, value, now, step) for name, value in metrics.items() if value is not None]
+        self._client.log_batch(self.run_id, metrics=batch)
+        self._sent_steps.add(step)

@@ -1,0 +1,1 @@
+"""The trainer: an FSDP2 model, its updates and its checkpoints."""

@@ -1,0 +1,109 @@
+"""Checkpoints: everything the next step depends on, complete or not there at all.
+
+checkpoints/step-000010/   model and optimizer shards (torch.distributed.checkpoint), state.json, rng.pt
+"""
+
+import json
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from rlpost.trainer import distributed
+from rlpost.trainer.policy import Policy
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run directory. `keep` newest ones are kept; None keeps all."""
+
+    def __init__(self, directory: Path, keep: int | None = 2) -> None:
+        self._directory = directory
+        self._keep = keep
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint. One that was being written has another name, so it never counts."""
+        complete = sorted(self._directory.glob("step-*"))
+        return complete[-1] if complete else None
+
+    def save(self, policy: Policy, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint of `step`, by all ranks together; visible only once it is whole.
+
+        Args: state: what else the next step needs, as JSON (the prompt stream, counters, the tracking id).
+        """
+        final = self._directory / f"step-{step:06d}"
+        building = self._directory / f".writing-{step:06d}"
+        if distributed.is_main():
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir(parents=True)
+        distributed.barrier()
+        model, optimizer = get_state_dict(policy.scorer, policy.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=building / "weights")
+        torch.save(_rng_state(), building / f"rng-{distributed.rank()}.pt")
+        distributed.barrier()
+        if distributed.is_main():
+            everything = {"step": step, "scheduler": policy.scheduler.state_dict(), **state}
+            (building / "state.json").write_text(json.dumps(everything, default=_plain), encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            building.rename(final)
+            self._prune()
+        distributed.barrier()
+
+    def peek(self, path: Path) -> dict[str, Any]:
+        """The state given to `save`, with `step` and `scheduler`, without loading any weights."""
+        return json.loads((path / "state.json").read_text(encoding="utf-8"))
+
+    def load(self, path: Path, policy: Policy) -> dict[str, Any]:
+        """Restore policy and random number generators in place. Returns: the state given to `save`, with `step`."""
+        model, optimizer = get_state_dict(policy.scorer, policy.optimizer)
+        loaded = {"model": model, "optimizer": optimizer}
+        dcp.load(loaded, checkpoint_id=path / "weights")
+        set_state_dict(
+            policy.scorer,
+            policy.optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        state = self.peek(path)
+        policy.scheduler.load_state_dict(state.pop("scheduler"))
+        rng = path / f"rng-{distributed.rank()}.pt"
+        if rng.is_file():  # another number of ranks than at the save has no state for the new ones
+            _set_rng_state(torch.load(rng, weights_only=False))
+        return state
+
+    def _prune(self) -> None:
+        if self._keep is None:
+            return
+        for old in sorted(self._directory.glob("step-*"))[: -self._keep]:
+            # Renamed first: a half-deleted checkpoint must not look like one.
+            doomed = old.rename(old.with_name(f".deleting-{old.name}"))
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _plain(value: Any) -> Any:
+    """Scheduler states hold NumPy and tensor scalars."""
+    return value.item()
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])

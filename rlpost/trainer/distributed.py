@@ -1,0 +1,120 @@
+"""Ranks and collectives: the only file that knows torch.distributed's communication.
+
+Every call works with one rank too, so there is one path.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import astuple
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rlpost.types import StepTotals
+
+T = TypeVar("T")
+
+
+def init(timeout_s: float = 1800) -> None:
+    """Join the process group that torchrun's environment describes; without one, make a group of one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+    else:
+        dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def shutdown() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _backend(device: str) -> str:
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def data_mesh() -> DeviceMesh:
+    return init_device_mesh(device().type, (world_size(),), mesh_dim_names=("dp",))
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def sum_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """Sum of each named value over ranks, in float64; every rank gives the same names."""
+    return _reduce(values, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """Largest of each named value over ranks; every rank gives the same names. NaN on any rank gives NaN."""
+    has_nan = _reduce({name: float(value != value) for name, value in values.items()}, dist.ReduceOp.SUM)
+    largest = _reduce({n: v if v == v else -float("inf") for n, v in values.items()}, dist.ReduceOp.MAX)
+    return {name: float("nan") if has_nan[name] else largest[name] for name in values}
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank, so that all of them decide alike."""
+    return bool(sum_over_ranks({"flag": float(flag)})["flag"])
+
+
+def _reduce(values: Mapping[str, float], op: dist.ReduceOp) -> dict[str, float]:
+    names = sorted(values)
+    tensor = torch.tensor([values[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(tensor, op=op)
+    return dict(zip(names, tensor.tolist(), strict=True))
+
+
+def sum_totals(totals: StepTotals) -> StepTotals:
+    """Totals of the step from the totals of each rank's share."""
+    counts = torch.tensor(astuple(totals)[:2])
+    dist.all_reduce(counts)
+    return StepTotals(*counts.tolist(), max_completion_tokens=totals.max_completion_tokens)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, on every rank; a plain tensor is returned as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_to_main(item: T) -> list[T]:
+    """Every rank's object, in rank order, on the main rank; an empty list on the others."""
+    gathered: list[Any] = [None] * world_size() if is_main() else []
+    dist.gather_object(item, gathered if is_main() else None, dst=0)
+    return gathered
+
+
+def broadcast_from_main(item: T) -> T:
+    """The main rank's object, on every rank."""
+    box = [item]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def share_of(items: list[T]) -> list[T]:
+    """This rank's part of a list that every rank holds: every world-size-th item."""
+    return items[rank() :: world_size()]

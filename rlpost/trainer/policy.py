@@ -1,0 +1,218 @@
+"""The policy: log-probabilities where they are needed, and the updates of a step."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpost.data.packing import Layout, empty_batch, pack, step_totals
+from rlpost.objective.objective import Objective
+from rlpost.trainer import distributed
+from rlpost.trainer.model import TokenScorer
+from rlpost.types import PackedBatch, Rollout
+
+
+class EngineMismatchError(RuntimeError):
+    """The engine that sampled and the trainer disagree on the probability of the same tokens."""
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How a step's rollouts become optimizer steps.
+
+    Attributes:
+        num_mini_batches, num_epochs: optimizer steps a rollout batch makes: their product.
+        micro_batch_tokens: positions a micro-batch may hold, padding counted.
+        max_grad_norm: bound on the gradient's 2-norm; None clips nothing.
+        mask_truncated: completions cut by the length limit give no gradient.
+        max_logprob_diff: a larger difference between engine and trainer stops the run; None never does.
+        seed: of the order in which groups are dealt into mini-batches.
+    """
+
+    max_completion_tokens: int
+    num_mini_batches: int = 1
+    num_epochs: int = 1
+    micro_batch_tokens: int = 2048
+    layout: Layout = "shared_prefix"
+    max_grad_norm: float | None = 1.0
+    mask_truncated: bool = False
+    max_logprob_diff: float | None = None
+    seed: int = 0
+
+
+class Policy:
+    """A sharded model, its reference, its optimizer, and the objective that updates it."""
+
+    def __init__(
+        self,
+        scorer: TokenScorer,
+        reference: TokenScorer | None,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        settings: UpdateSettings,
+    ) -> None:
+        self.scorer = scorer
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self._reference = reference
+        self._objective = objective
+        self._settings = settings
+
+    def update(self, rollouts: Sequence[Rollout], group_ids: Sequence[int], step: int) -> dict[str, float]:
+        """All optimizer steps of one rollout batch.
+
+        Args:
+            rollouts: this rank's share, advantages set.
+            group_ids: every group of the step over all ranks, so that all ranks deal them out alike.
+            step: the loop's step, which with the seed decides the mini-batches.
+
+        Returns: metrics of the step, the same on every rank: sequence means averaged over the optimizer steps,
+            largest values over all of them.
+
+        Raises:
+            EngineMismatchError: before any weight changes.
+            FloatingPointError: the gradient is not finite; before that optimizer step.
+        """
+        s = self._settings
+        started = time.perf_counter()
+        several = s.num_mini_batches * s.num_epochs > 1
+        old_logprobs = self._score(self.scorer, rollouts) if several else None
+        ref_logprobs = self._score(self._reference, rollouts) if self._reference is not None else None
+
+        means: dict[str, list[float]] = defaultdict(list)
+        maxima: dict[str, list[float]] = defaultdict(list)
+        positions = 0
+        for epoch in range(s.num_epochs):
+            order = np.random.default_rng([s.seed, step, epoch]).permutation(sorted(group_ids))
+            for groups in np.array_split(order, s.num_mini_batches):
+                chosen = set(groups.tolist())
+                members = [i for i, rollout in enumerate(rollouts) if rollout.prompt.group_id in chosen]
+                batches = self._pack(rollouts, members, old_logprobs, ref_logprobs)
+                positions += sum(batch.num_positions for batch in batches)
+                step_means, step_maxima = self._optimizer_step([rollouts[i] for i in members], batches)
+                for name, value in step_means.items():
+                    means[name].append(value)
+                for name, value in step_maxima.items():
+                    maxima[name].append(value)
+        seconds = time.perf_counter() - started
+        return {
+            **{name: sum(values) / len(values) for name, values in means.items()},
+            **{name: max(values) for name, values in maxima.items()},
+            "train/tokens_per_s": distributed.sum_over_ranks({"positions": positions})["positions"] / seconds,
+        }
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, under its name in the model's directory; a tied one once."""
+        prefix = "language_model."
+        for name, parameter in self.scorer.named_parameters():
+            yield name.removeprefix(prefix), distributed.full(parameter.detach())
+
+    def _loss_masks(self, rollouts: Sequence[Rollout]) -> list[bool]:
+        masked = self._settings.mask_truncated
+        return [not (masked and rollout.completion.finish_reason == "length") for rollout in rollouts]
+
+    def _pack(
+        self,
+        rollouts: Sequence[Rollout],
+        members: Sequence[int],
+        old_logprobs: dict[int, Tensor] | None,
+        ref_logprobs: dict[int, Tensor] | None,
+    ) -> list[PackedBatch]:
+        """Micro-batches of the chosen rollouts, as many as on every other rank."""
+        chosen = [rollouts[i] for i in members]
+        s = self._settings
+        batches = pack(chosen, self._loss_masks(chosen), s.micro_batch_tokens, s.layout)
+        num_batches = int(distributed.max_over_ranks({"n": len(batches)})["n"])
+        batches += [empty_batch() for _ in range(num_batches - len(batches))]
+
+        def attached(known: dict[int, Tensor] | None, batch: PackedBatch) -> Tensor | None:
+            if known is None:
+                return None
+            return torch.cat([torch.zeros(0), *(known[members[i]] for i in batch.rollout_ids)])
+
+        return [
+            replace(b, old_logprobs=attached(old_logprobs, b), ref_logprobs=attached(ref_logprobs, b))
+            for b in batches
+        ]
+
+    @torch.no_grad()
+    def _score(self, scorer: TokenScorer, rollouts: Sequence[Rollout]) -> dict[int, Tensor]:
+        """Log-probabilities of every rollout's completion tokens, by index."""
+        scored: dict[int, Tensor] = {}
+        for batch in self._pack(rollouts, range(len(rollouts)), None, None):
+            logprobs, _ = scorer(to_device(batch))
+            sizes = torch.bincount(batch.sequence_index, minlength=len(batch.rollout_ids)).tolist()
+            scored.update(zip(batch.rollout_ids, logprobs.float().cpu().split(sizes), strict=True))
+        return scored
+
+    def _optimizer_step(
+        self, rollouts: Sequence[Rollout], batches: Sequence[PackedBatch]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        s = self._settings
+        totals = distributed.sum_totals(step_totals(rollouts, self._loss_masks(rollouts), s.max_completion_tokens))
+        sums: dict[str, float] = defaultdict(float)
+        maxima: dict[str, float] = defaultdict(float)
+        self.optimizer.zero_grad()
+        for batch in map(to_device, batches):
+            logprobs, entropy = self.scorer(batch)
+            output = self._objective(batch, logprobs, entropy, totals)
+            output.loss.backward()
+            for name, value in output.sums.items():
+                sums[name] += value.item()
+            for name, value in output.maxima.items():
+                maxima[name] = float(np.maximum(maxima[name], value.item()))  # keeps a NaN
+        sums, maxima = distributed.sum_over_ranks(sums), distributed.max_over_ranks(maxima)
+
+        gap = maxima["rollout/logprob_diff_max"]
+        if s.max_logprob_diff is not None and not gap <= s.max_logprob_diff:
+            raise EngineMismatchError(
+                f"rollout/logprob_diff_max={gap:.3g} is over rollout.max_logprob_diff={s.max_logprob_diff:g}: the "
+                "engine samples from other weights or in another precision than the trainer trains, so the "
+                "policy gradient would be biased; raise the bound only if that is meant"
+            )
+        parameters = list(self.scorer.parameters())
+        bound = float("inf") if s.max_grad_norm is None else s.max_grad_norm
+        norm = distributed.full(torch.nn.utils.clip_grad_norm_(parameters, bound)).item()
+        if not np.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient's norm is {norm}: the run has diverged (the weights are still those of the last "
+                "step); lower optimizer.lr or optimizer.max_grad_norm"
+            )
+        sums["policy/grad_norm"] = norm
+        sums["policy/lr"] = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        return sums, maxima
+
+
+def to_device(batch: PackedBatch) -> PackedBatch:
+    device = distributed.device()
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return replace(batch, **{n: t.to(device) for n, t in tensors.items() if isinstance(t, Tensor)})
+
+
+def make_optimizer(
+    scorer: TokenScorer, lr: float, betas: Sequence[float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW (arXiv:1711.05101) over float32 weights; norms and biases are not decayed."""
+    parameters = list(scorer.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps)
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, schedule: str, warmup_steps: int, num_optimizer_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Learning rate over optimizer steps: a linear warm-up, then constant, linear or cosine down to zero."""
+    from transformers import get_scheduler
+
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    return get_scheduler(name, optimizer, warmup_steps, num_optimizer_steps)

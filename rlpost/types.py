@@ -1,0 +1,118 @@
+"""What flows through a step, in order: Example, Prompt, Completion, Rollout, PackedBatch, StepTotals.
+
+Read this file first. Nothing here imports torch at run time, so the front door can use it.
+Shapes: B sequences, T completion tokens in a micro-batch, R rows of W positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of a task, before any model sees it."""
+
+    messages: tuple[Mapping[str, str], ...]  # chat messages: {"role": ..., "content": ...}
+    answer: str | None  # the gold answer, None where the task has none
+    columns: Mapping[str, Any] = field(default_factory=dict)  # everything else rewards may want
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An example as one model's token ids."""
+
+    example: Example
+    token_ids: tuple[int, ...]  # what the engine continues and the trainer conditions on
+    text: str  # the same, as text
+    completion_prefix: str = ""  # the end of `text` that belongs to the answer (and is not trained on)
+    group_id: int = -1  # given when the prompt is drawn; unique in the run, never derived from the text
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine sampled for a prompt: token in, token out, never tokenised again."""
+
+    token_ids: tuple[int, ...]  # at least one; the end token included when one was sampled
+    rollout_logprobs: tuple[float, ...]  # of each token, under the distribution it was sampled from
+    text: str
+    finish_reason: FinishReason  # "stop": an end token or stop string; "length": cut by the limit
+
+
+@dataclass
+class Rollout:
+    """One sample of one prompt, and what became of it."""
+
+    prompt: Prompt
+    completion: Completion
+    sample_index: int  # 0 .. samples per prompt - 1
+    rewards: dict[str, float] = field(default_factory=dict)  # per function, NaN where it does not apply
+    reward: float = float("nan")  # weighted sum over the functions that apply
+    advantage: float = 0.0
+
+    @property
+    def answer_text(self) -> str:
+        """The whole answer as a reader sees it: the completion prefix and what was sampled after it."""
+        return self.prompt.completion_prefix + self.completion.text
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """One optimizer step over all ranks, counted before anything is split. The only source of denominators."""
+
+    num_sequences: int  # N: every sequence of the step, fully masked ones too
+    num_tokens: int  # M: active tokens, those that the loss mask keeps
+    max_completion_tokens: int  # L_max: the longest completion allowed
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """What a reducer may know of a micro-batch's completion tokens."""
+
+    sequence_index: Tensor  # [T] int64, in 0 .. B-1
+    loss_mask: Tensor  # [T] bool
+    active_lengths: Tensor  # [B] int64, active tokens of each whole sequence, however it was split
+
+
+@dataclass
+class PackedBatch:
+    """A micro-batch: rows for the model, and flat views over its completion tokens.
+
+    A position of a row belongs to a segment: (group, 0) for a prompt and (group, k) for its k-th completion in
+    that row. It attends to earlier positions of the same row with the same group that are in segment 0 or in
+    its own segment. One completion a row, each with its own prompt, is the padded layout; several completions
+    behind one prompt share it. Padding has group -1.
+    """
+
+    input_ids: Tensor  # [R, W] int64, padding 0
+    position_ids: Tensor  # [R, W] int64, restarting after the prompt for each completion
+    group_index: Tensor  # [R, W] int64, -1 for padding
+    segment_index: Tensor  # [R, W] int64, 0 for prompt positions
+
+    predictor_index: Tensor  # [T] int64 into [R * W]: the position whose output predicts the token
+    target_ids: Tensor  # [T] int64
+    sequence_index: Tensor  # [T] int64 in 0 .. B-1
+    loss_mask: Tensor  # [T] bool
+    rollout_logprobs: Tensor  # [T] float32
+
+    active_lengths: Tensor  # [B] int64
+    advantages: Tensor  # [B] float32
+    rollout_ids: Sequence[int]  # [B] index of each sequence among the rollouts that were packed
+
+    old_logprobs: Tensor | None = None  # [T], by the trainer before the update; None: take the current ones
+    ref_logprobs: Tensor | None = None  # [T], by the reference model; None: no reference
+
+    @property
+    def tokens(self) -> TokenView:
+        return TokenView(self.sequence_index, self.loss_mask, self.active_lengths)
+
+    @property
+    def num_positions(self) -> int:
+        return self.input_ids.numel()

@@ -1,0 +1,335 @@
+"""What a launcher starts: a run directory becomes objects, and the loop runs.
+
+Exit codes: 0 finished; 1 failed while running; 2 the configuration or the input is wrong; 130 interrupted.
+"""
+
+import logging
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers.utils import logging as transformers_logging
+
+from rlpost import provenance
+from rlpost.config import build, reward_nodes
+from rlpost.data.prompts import PromptFormat
+from rlpost.data.stream import PromptStream
+from rlpost.errors import UserError
+from rlpost.evaluate import Correctness, Evaluator
+from rlpost.loop import Interrupted, Loop, LoopSettings
+from rlpost.models import context_of, end_token_ids, load_tokenizer
+from rlpost.objective.objective import Objective
+from rlpost.progress import StepProgress
+from rlpost.rewards.combine import RewardSum
+from rlpost.rollout.engine import Sampling
+from rlpost.rundir import RunDir
+from rlpost.tracking import MlflowSink, Tracker
+from rlpost.trainer import distributed
+from rlpost.trainer import model as trainer_model
+from rlpost.trainer.checkpoint import Checkpoints
+from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
+
+log = logging.getLogger("rlpost")
+
+
+class StopFlag:
+    """Set by SIGINT or SIGTERM; the loop stops at the next safe point. A second signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def __call__(self) -> bool:
+        return self._is_set
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_set:
+            raise KeyboardInterrupt
+        self._is_set = True
+        log.warning("%s: stopping after a checkpoint (again: at once)", signal.Signals(number).name)
+
+
+def main(run_dir: str) -> int:
+    run = RunDir(Path(run_dir))
+    stop = StopFlag()
+    distributed.init()
+    _set_up_logging(run.path / "run.log")
+    tracker: Tracker | None = None
+    loop: Loop | None = None
+    try:
+        loop, progress = _assemble(run, stop)
+        tracker = loop.tracker
+        with progress:
+            evaluation = loop.run(progress)
+        if tracker:
+            _finish(run, loop, evaluation, progress)
+        return 0
+    except Interrupted:
+        _end(run, tracker, "interrupted", "KILLED", step=loop.step)
+        return 130
+    except KeyboardInterrupt:
+        _end(run, tracker, "interrupted", "KILLED")
+        return 130
+    except UserError as error:
+        log.error("%s", error)
+        _end(run, tracker, "failed", "FAILED", error=str(error), kind="configuration")
+        return 2
+    except Exception as error:
+        log.error("%s: %s (the traceback is in %s)", type(error).__name__, error, run.path / "run.log")
+        logging.getLogger("rlpost.trace").debug("%s", traceback.format_exc())
+        _end(run, tracker, "failed", "FAILED", error=f"{type(error).__name__}: {error}")
+        return 1
+    finally:
+        if loop is not None:
+            loop.engine.close()
+        distributed.shutdown()
+
+
+def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
+    """Objects from the configuration, cheap checks first, and the newest checkpoint into them."""
+    started = time.perf_counter()
+    cfg = run.config()
+    main_rank = distributed.is_main()
+    checkpoints = Checkpoints(run.path / "checkpoints", cfg.checkpoint.keep)
+    latest = checkpoints.latest()
+
+    source = build(cfg.model)
+    directory = source.directory()
+    tokenizer = load_tokenizer(directory, source.trust_remote_code)
+    end_tokens = end_token_ids(directory, tokenizer)
+    max_model_len = cfg.prompt.max_tokens + cfg.rollout.max_tokens
+    if (context := context_of(directory)) is not None and max_model_len > context:
+        raise UserError(
+            f"prompt.max_tokens + rollout.max_tokens = {max_model_len} is over the model's context of {context}"
+        )
+    task = build(cfg.task)
+    data = task.load()
+    prompt_format = PromptFormat(**cfg.prompt)
+    prompts = prompt_format.apply(data.train, tokenizer, "training")
+    held_out = prompt_format.apply(data.held_out[: cfg.evaluation.max_prompts], tokenizer, "held-out")
+    nodes = reward_nodes(cfg)
+    weights = {name: node.pop("weight") for name, node in nodes.items()}
+    reward = RewardSum({name: build(node) for name, node in nodes.items()}, weights)
+    objective = _objective(cfg)
+    advantage = build(cfg.algorithm.advantage)
+
+    saved = checkpoints.peek(latest) if latest else {}
+    tracker = _tracker(run, cfg, saved.get("mlflow_run_id")) if main_rank else None
+    if tracker:
+        run.set_state("running", mlflow_run_id=tracker.mlflow_run_id)
+
+    sampling = Sampling(
+        max_tokens=cfg.rollout.max_tokens,
+        temperature=cfg.rollout.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+        min_p=cfg.rollout.min_p,
+        repetition_penalty=cfg.rollout.repetition_penalty,
+        stop=tuple(cfg.rollout.stop),
+    )
+    policy = _policy(cfg, directory, source.trust_remote_code, objective, sampling)
+    engine = build(
+        cfg.rollout.engine,
+        directory=directory,
+        end_token_ids=end_tokens,
+        trust_remote_code=source.trust_remote_code,
+        **({"max_model_len": max_model_len} if "vllm" in cfg.rollout.engine._target_ else {}),
+    )
+    correct = Correctness(cfg.evaluation.correct_function or next(iter(weights)), cfg.evaluation.correct_threshold)
+    loop = Loop(
+        stream=PromptStream(prompts, cfg.prompts_per_step, cfg.seed),
+        engine=engine,
+        reward=reward,
+        advantage=advantage,
+        policy=policy,
+        evaluator=Evaluator(
+            task=task.name,
+            prompts=held_out,
+            engine=engine,
+            reward=reward,
+            correct=correct,
+            sampling=Sampling(
+                max_tokens=cfg.rollout.max_tokens,
+                temperature=cfg.evaluation.temperature,
+                stop=tuple(cfg.rollout.stop),
+            ),
+            num_samples=cfg.evaluation.num_samples,
+            pass_at=cfg.evaluation.pass_at,
+            seed=cfg.seed,
+        ),
+        correct=correct,
+        sampling=sampling,
+        checkpoints=checkpoints,
+        settings=LoopSettings(
+            steps=cfg.steps,
+            samples_per_prompt=cfg.samples_per_prompt,
+            seed=cfg.seed,
+            eval_every=cfg.evaluation.every,
+            eval_at_start=cfg.evaluation.at_start,
+            eval_at_end=cfg.evaluation.at_end,
+            checkpoint_every=cfg.checkpoint.every,
+            checkpoint_at_end=cfg.checkpoint.at_end,
+        ),
+        tracker=tracker,
+        stop_requested=stop,
+    )
+    if latest:
+        state = checkpoints.load(latest, policy)
+        loop.step, loop.tokens = state["step"], state["tokens"]
+        loop.stream.load_state_dict(state["stream"])
+        engine.load_weights(policy.named_weights())
+    if tracker:
+        tracker.resume_after(loop.step)
+    progress = StepProgress(cfg.steps, loop.step, enabled=main_rank)
+    progress.say(
+        f"{cfg.name}: {cfg.steps} steps of {cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples, "
+        f"{len(prompts)} training and {len(held_out)} held-out prompts of {task.name}, "
+        + (f"going on after step {loop.step}, " if latest else "")
+        + f"ready in {time.perf_counter() - started:.0f} s"
+    )
+    return loop, progress
+
+
+def _objective(cfg: DictConfig) -> Objective:
+    return Objective(
+        loss=build(cfg.algorithm.loss),
+        reducer=build(cfg.reducer),
+        kl_coef=cfg.algorithm.kl.coef,
+        kl_estimator=cfg.algorithm.kl.estimator,
+        kl_reducer=cfg.algorithm.kl.reducer,
+        entropy_coef=cfg.algorithm.entropy_coef,
+    )
+
+
+def _policy(
+    cfg: DictConfig, directory: Path, trust_remote_code: bool, objective: Objective, sampling: Sampling
+) -> Policy:
+    torch.manual_seed(cfg.seed)
+    mesh = distributed.data_mesh()
+
+    def scorer(checkpointing: bool) -> trainer_model.TokenScorer:
+        language_model = trainer_model.load(directory, trust_remote_code).to(distributed.device())
+        return trainer_model.shard(language_model, sampling.temperature, mesh, cfg.trainer.precision, checkpointing)
+
+    policy_scorer = scorer(cfg.trainer.activation_checkpointing)
+    reference = scorer(False) if cfg.algorithm.kl.coef > 0 else None
+    o = cfg.optimizer
+    optimizer = make_optimizer(policy_scorer, o.lr, o.betas, o.eps, o.weight_decay)
+    a = cfg.algorithm
+    scheduler = make_scheduler(optimizer, o.schedule, o.warmup_steps, cfg.steps * a.num_mini_batches * a.num_epochs)
+    max_logprob_diff = cfg.rollout.max_logprob_diff
+    if not sampling.is_plain and max_logprob_diff is not None:
+        log.warning(
+            "top_p, top_k, min_p or a repetition penalty samples from a changed distribution: the engine's "
+            "log-probabilities differ from the trainer's by design, so rollout.max_logprob_diff is not enforced"
+        )
+        max_logprob_diff = None
+    settings = UpdateSettings(
+        max_completion_tokens=cfg.rollout.max_tokens,
+        num_mini_batches=a.num_mini_batches,
+        num_epochs=a.num_epochs,
+        micro_batch_tokens=cfg.trainer.micro_batch_tokens,
+        layout=cfg.trainer.layout,
+        max_grad_norm=o.max_grad_norm,
+        mask_truncated=a.mask_truncated,
+        max_logprob_diff=max_logprob_diff,
+        seed=cfg.seed,
+    )
+    return Policy(policy_scorer, reference, objective, optimizer, scheduler, settings)
+
+
+def _tracker(run: RunDir, cfg: DictConfig, mlflow_run_id: str | None) -> Tracker:
+    sink = None
+    if cfg.tracking.uri:
+        config_text = (run.path / "config.yaml").read_text(encoding="utf-8")
+        sink = MlflowSink(
+            uri=cfg.tracking.uri,
+            experiment=cfg.tracking.experiment,
+            run_name=run.path.name,
+            params=_flat(OmegaConf.to_container(cfg)),
+            tags={
+                "run_dir": str(run.path),
+                "config_hash": provenance.config_hash(config_text),
+                **provenance.git_state(Path(__file__).parent),
+                **provenance.versions(),
+            },
+            files=[run.path / "config.yaml", run.path / "overrides.yaml"],
+            artifacts=cfg.tracking.artifacts,
+            run_id=mlflow_run_id or run.status().get("mlflow_run_id"),
+        )
+    return Tracker(run.path, sink, cfg.tracking.completions_every)
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _finish(run: RunDir, loop: Loop, evaluation: dict[str, float], progress: StepProgress) -> None:
+    tracker = loop.tracker
+    rows = [row for row in tracker.summary() if row["step"] > 0]
+
+    def mean_reward(chosen: list[dict[str, Any]]) -> float | None:
+        known = [row["reward/mean"] for row in chosen if row["reward/mean"] is not None]
+        return sum(known) / len(known) if known else None
+
+    result = {
+        "steps": loop.step,
+        "tokens": loop.tokens,
+        "reward_first": mean_reward(rows[:1]),
+        "reward_last_5": mean_reward(rows[-5:]),
+        "logprob_diff_max": max(row["rollout/logprob_diff_max"] for row in rows),
+        "seconds": sum(row["time/step"] for row in rows),
+        **evaluation,
+        "mlflow_run_id": tracker.mlflow_run_id,
+    }
+    run.write_result(result)
+    run.set_state("finished", step=loop.step)
+    tracker.close("FINISHED", [run.path / "result.json", run.path / "metrics.jsonl"])
+    shown = {k: v for k, v in result.items() if v is not None}
+    progress.say("")
+    for name, value in shown.items():
+        progress.say(f"  {name:<28} {value:.4g}" if isinstance(value, float) else f"  {name:<28} {value}")
+    progress.say(f"  {'run directory':<28} {run.path}")
+
+
+def _end(run: RunDir, tracker: Tracker | None, state: Any, mlflow_status: Any, **details: Any) -> None:
+    if distributed.is_main():
+        run.set_state(state, **details)
+    if tracker:
+        tracker.close(mlflow_status)
+
+
+def _set_up_logging(file: Path) -> None:
+    """Everything to run.log; warnings, and what rlpost has to say, to the terminal too."""
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    logging.getLogger("rlpost").setLevel(logging.DEBUG)
+    rank = f"[{distributed.rank()}] " if distributed.world_size() > 1 else ""
+    to_file = logging.FileHandler(file)
+    to_file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {rank}%(name)s: %(message)s"))
+    root.addHandler(to_file)
+    logging.captureWarnings(True)
+    transformers_logging.disable_progress_bar()
+    to_terminal = logging.StreamHandler(sys.stderr)
+    to_terminal.setFormatter(logging.Formatter(f"rlpost: {rank}%(message)s"))
+    to_terminal.setLevel(logging.WARNING)
+    to_terminal.addFilter(logging.Filter("rlpost"))
+    root.addHandler(to_terminal)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

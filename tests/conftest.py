@@ -1,0 +1,75 @@
+"""Shared by all tests: no hub, few threads, small rollouts built by hand."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# A finished engine of one test module must not end the process group of the next.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.models import TinyLlama, end_token_ids, load_tokenizer
+from rlpost.types import Completion, Example, Prompt, Rollout
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_dir() -> Path:
+    return TinyLlama().directory()
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(tiny_dir)
+
+
+@pytest.fixture(scope="session")
+def tiny_end_tokens(tiny_dir: Path, tiny_tokenizer: Any) -> tuple[int, ...]:
+    return end_token_ids(tiny_dir, tiny_tokenizer)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    from rlpost.trainer import distributed
+
+    if not torch.distributed.is_initialized():
+        distributed.init()
+    yield
+    distributed.shutdown()
+
+
+def make_rollout(
+    group_id: int = 0,
+    prompt: Sequence[int] = (5, 6, 7),
+    completion: Sequence[int] = (8, 9),
+    *,
+    sample_index: int = 0,
+    reward: float = 0.0,
+    advantage: float = 0.0,
+    finish_reason: str = "stop",
+    logprobs: Sequence[float] | None = None,
+    answer: str | None = None,
+    text: str = "",
+    columns: dict[str, Any] | None = None,
+) -> Rollout:
+    example = Example(({"role": "user", "content": "?"},), answer, columns or {})
+    rollout = Rollout(
+        Prompt(example, tuple(prompt), "?", group_id=group_id),
+        Completion(tuple(completion), tuple(logprobs or [-1.0] * len(completion)), text, finish_reason),
+        sample_index,
+    )
+    rollout.reward, rollout.advantage = reward, advantage
+    return rollout

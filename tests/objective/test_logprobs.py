@@ -1,0 +1,77 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpost.objective.logprobs import token_logprobs
+
+
+def test_two_tokens_by_hand() -> None:
+    """Logits (0, ln 3): probabilities 1/4 and 3/4."""
+    hidden = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
+    head = torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([0, 1]))
+    assert logprobs.tolist() == pytest.approx([math.log(1 / 4), math.log(3 / 4)])
+    expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert entropy.tolist() == pytest.approx([expected, expected])
+
+
+def test_temperature_tempers() -> None:
+    """At temperature 1/2 the same logits are (0, ln 9): probabilities 1/10 and 9/10."""
+    hidden = torch.tensor([[1.0]], dtype=torch.float64)
+    head = torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)
+    logprobs, _ = token_logprobs(hidden, head, torch.tensor([1]), temperature=0.5)
+    assert logprobs.item() == pytest.approx(math.log(0.9))
+
+
+def test_huge_logits_stay_finite() -> None:
+    hidden = torch.tensor([[1e4]])
+    head = torch.tensor([[1.0], [-1.0]])
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([1]))
+    assert logprobs.item() == pytest.approx(-2e4)
+    assert entropy.item() == pytest.approx(0.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_tokens=st.integers(0, 7),
+    chunk_rows=st.integers(1, 8),
+    temperature=st.sampled_from([1.0, 0.6, 2.0]),
+    seed=st.integers(0, 1000),
+    use=st.sampled_from(["logprobs", "entropy", "both"]),
+)
+def test_chunks_equal_plain_autograd(
+    num_tokens: int, chunk_rows: int, temperature: float, seed: int, use: str
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary, width = 11, 5
+    hidden = torch.randn(num_tokens, width, dtype=torch.float64, generator=generator, requires_grad=True)
+    head = torch.randn(vocabulary, width, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
+    weights = torch.randn(2, num_tokens, dtype=torch.float64, generator=generator)
+
+    def grads(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = {"logprobs": (weights[0] * logprobs).sum(), "entropy": (weights[1] * entropy).sum()}
+        return torch.autograd.grad(sum(parts.values()) if use == "both" else parts[use], (hidden, head))
+
+    chunked = token_logprobs(hidden, head, targets, temperature, chunk_entries=chunk_rows * vocabulary)
+    log_softmax = (hidden @ head.T / temperature).log_softmax(-1)
+    plain = (
+        log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1),
+        -(log_softmax.exp() * log_softmax).sum(-1),
+    )
+    for a, b in zip(chunked, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for a, b in zip(grads(*chunked), grads(*plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_bfloat16_is_computed_in_float32() -> None:
+    hidden = torch.randn(3, 4).bfloat16()
+    head = torch.randn(6, 4).bfloat16()
+    logprobs, _ = token_logprobs(hidden, head, torch.tensor([0, 1, 2]))
+    assert logprobs.dtype == torch.float32
+    expected = (hidden @ head.T).float().log_softmax(-1)[range(3), [0, 1, 2]]
+    torch.testing.assert_close(logprobs, expected)

@@ -1,0 +1,186 @@
+"""Both engines, for real, on the tiny model: what they sample, what they say of it, and new weights."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlpost.data.prompts import PromptFormat
+from rlpost.data.tasks import user_message
+from rlpost.models import TinyLlama, end_token_ids, load_tokenizer
+from rlpost.rollout.engine import Engine, Sampling, sample_groups, sample_seed
+from rlpost.types import Completion, Example, Prompt
+
+ENGINES = ["vllm", "transformers"]
+
+
+def make_engine(kind: str, directory: Path, end_tokens: tuple[int, ...]) -> Engine:
+    if kind == "vllm":
+        from rlpost.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(directory, end_tokens, max_model_len=256, kv_cache_bytes=2**26)
+    from rlpost.rollout.transformers import TransformersEngine
+
+    return TransformersEngine(directory, end_tokens, batch_size=5)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, tiny_dir: Path, tiny_end_tokens: tuple[int, ...]) -> Iterator[Engine]:
+    engine = make_engine(request.param, tiny_dir, tiny_end_tokens)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_tokenizer: Any) -> list[Prompt]:
+    texts = ["hi", "What is 3 + 4?", "a much longer question, " * 4, "hi"]
+    return PromptFormat().apply([Example(user_message(t), None) for t in texts], tiny_tokenizer, "training")
+
+
+def trainer_logprobs(model: Any, prompt: Prompt, completion: Completion, temperature: float) -> torch.Tensor:
+    ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids).unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.fixture
+def reference(tiny_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+
+
+def restore(engine: Engine, model: Any) -> None:
+    engine.load_weights((n, p.detach()) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_sampling_distribution(
+    engine: Engine, prompts: list[Prompt], reference: Any, temperature: float
+) -> None:
+    sampling = Sampling(max_tokens=12, temperature=temperature)
+    for prompt, completion in zip(prompts, engine.generate(prompts, [1, 2, 3, 4], sampling), strict=True):
+        expected = trainer_logprobs(reference, prompt, completion, temperature)
+        torch.testing.assert_close(torch.tensor(completion.rollout_logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_a_seed_repeats_whatever_came_before(engine: Engine, prompts: list[Prompt]) -> None:
+    sampling = Sampling(max_tokens=12)
+    first = engine.generate(prompts, [1, 2, 3, 4], sampling)
+    engine.generate(prompts[:2], [9, 9], Sampling(max_tokens=30, temperature=0.3))
+    assert engine.generate(prompts, [1, 2, 3, 4], sampling) == first
+    assert first[0].token_ids != first[3].token_ids  # the same prompt under another seed
+    assert engine.generate(prompts, [5, 2, 3, 4], sampling)[0] != first[0]
+
+
+def test_end_tokens_end_and_are_kept(engine: Engine, prompts: list[Prompt], tiny_end_tokens: tuple[int, ...]) -> None:
+    completions = engine.generate(prompts * 30, range(120), Sampling(max_tokens=100))
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for completion in completions:
+        ends = [token in tiny_end_tokens for token in completion.token_ids]
+        assert len(completion.token_ids) == len(completion.rollout_logprobs)
+        assert not any(ends[:-1])
+        assert ends[-1] == (completion.finish_reason == "stop")
+        if completion.finish_reason == "length":
+            assert len(completion.token_ids) == 100
+
+
+def test_stop_strings(engine: Engine, prompts: list[Prompt], tiny_tokenizer: Any) -> None:
+    stops = tuple("abcdefghij")
+    for completion in engine.generate(prompts * 8, range(32), Sampling(max_tokens=60, stop=stops)):
+        text = tiny_tokenizer.decode(completion.token_ids)
+        if completion.finish_reason == "stop" and not text.endswith("<|im_end|>"):
+            assert any(s in text for s in stops)
+            before = tiny_tokenizer.decode(completion.token_ids[:-1])
+            assert not any(s in before for s in stops)
+
+
+def test_top_k_of_one_is_greedy(engine: Engine, prompts: list[Prompt]) -> None:
+    greedy = engine.generate(prompts, [0] * 4, Sampling(max_tokens=8, temperature=0))
+    assert greedy[0].token_ids == greedy[3].token_ids
+    for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        cut = engine.generate(prompts, [7] * 4, Sampling(max_tokens=8, **settings))
+        assert [c.token_ids for c in cut] == [c.token_ids for c in greedy], settings
+        assert all(p == pytest.approx(0, abs=1e-5) for c in cut for p in c.rollout_logprobs)
+
+
+def test_a_repetition_penalty_changes_the_choice(engine: Engine, prompts: list[Prompt]) -> None:
+    plain = engine.generate(prompts, [0] * 4, Sampling(max_tokens=40, temperature=0))
+    penalised = engine.generate(prompts, [0] * 4, Sampling(max_tokens=40, temperature=0, repetition_penalty=5.0))
+    assert [c.token_ids for c in plain] != [c.token_ids for c in penalised]
+
+
+def test_new_weights_reach_every_parameter_tied_ones_too(
+    engine: Engine, prompts: list[Prompt], reference: Any
+) -> None:
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        restore(engine, reference)
+        completions = engine.generate(prompts, [1, 2, 3, 4], Sampling(max_tokens=12))
+        for prompt, completion in zip(prompts, completions, strict=True):
+            expected = trainer_logprobs(reference, prompt, completion, 1.0)
+            torch.testing.assert_close(torch.tensor(completion.rollout_logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_an_untied_model_too(tmp_path: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlpost.rollout.transformers import TransformersEngine
+
+    monkeypatch.setenv("RLPOST_CACHE", str(tmp_path))
+    directory = TinyLlama(tied=False).directory()
+    engine = TransformersEngine(directory, end_token_ids(directory, load_tokenizer(directory)))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    weights = [(n, p + 0.1) for n, p in model.named_parameters()]
+    engine.load_weights(weights)
+    with pytest.raises(RuntimeError, match="no weights for"):
+        engine.load_weights(weights[:-1])
+
+
+def test_both_engines_answer_greedily_alike_before_and_after_updates(
+    tiny_dir: Path, tiny_end_tokens: tuple[int, ...], prompts: list[Prompt], reference: Any
+) -> None:
+    engines = [make_engine(kind, tiny_dir, tiny_end_tokens) for kind in ENGINES]
+    sampling = Sampling(max_tokens=24, temperature=0)
+    seen = set()
+    try:
+        for _ in range(4):
+            first, second = (engine.generate(prompts, [0] * 4, sampling) for engine in engines)
+            assert [c.token_ids for c in first] == [c.token_ids for c in second]
+            assert [c.finish_reason for c in first] == [c.finish_reason for c in second]
+            seen.add(first[1].token_ids)
+            with torch.no_grad():
+                for parameter in reference.parameters():
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+            for engine in engines:
+                restore(engine, reference)
+    finally:
+        for engine in engines:
+            engine.close()
+    assert len(seen) > 1  # the updates changed the answers
+
+
+def test_an_empty_call(engine: Engine) -> None:
+    assert engine.generate([], [], Sampling(max_tokens=4)) == []
+
+
+def test_sample_seeds_are_places() -> None:
+    seeds = {sample_seed(r, s, g, i) for r in range(3) for s in range(3) for g in range(3) for i in range(3)}
+    assert len(seeds) == 81
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert sample_seed(0, 1, 2, 3) == sample_seed(0, 1, 2, 3)
+
+
+def test_groups_come_in_order() -> None:
+    class Echo:
+        def generate(self, prompts: list[Prompt], seeds: list[int], sampling: Sampling) -> list[Completion]:
+            return [Completion((s % 100,), (math.log(0.5),), "", "stop") for s in seeds]
+
+    drawn = [Prompt(Example((), None), (1,), "", group_id=g) for g in (4, 5)]
+    rollouts = sample_groups(Echo(), drawn, 3, Sampling(max_tokens=1), run_seed=0, step=2)
+    assert [(r.prompt.group_id, r.sample_index) for r in rollouts] == [(g, i) for g in (4, 5) for i in range(3)]
+    assert rollouts[4].completion.token_ids == (sample_seed(0, 2, 5, 1) % 100,)

@@ -1,0 +1,47 @@
+"""The house rules that can be checked: imports only downwards, collectives in one file."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "rlpost").rglob("*.py"))
+
+
+def test_import_contracts() -> None:
+    result = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout
+
+
+def test_collectives_are_in_one_file() -> None:
+    call = re.compile(
+        r"\bdist\.\w|all_reduce|all_gather|broadcast_object|full_tensor\(|init_process_group|barrier\(\)"
+    )
+    users = {p.relative_to(ROOT).as_posix() for p in SOURCES if call.search(p.read_text(encoding="utf-8"))}
+    users.discard("rlpost/trainer/checkpoint.py")  # asks distributed.py for its barriers
+    assert users == {"rlpost/trainer/distributed.py"}
+
+
+def test_only_the_builder_instantiates() -> None:
+    users = {
+        p.relative_to(ROOT).as_posix()
+        for p in SOURCES
+        if re.search(r"\binstantiate\(", p.read_text(encoding="utf-8"))
+    }
+    assert users == {"rlpost/config.py"}
+
+
+def test_the_front_door_loads_no_heavy_module() -> None:
+    script = (
+        "import sys, rlpost.__main__, rlpost.targets, rlpost.data.tasks, rlpost.cluster.local, rlpost.models\n"
+        "print(sorted({'torch', 'vllm', 'transformers', 'mlflow', 'datasets'} & sys.modules.keys()))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"

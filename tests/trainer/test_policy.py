@@ -1,0 +1,210 @@
+"""The real network under FSDP2: layouts, micro-batches, mini-batches, and what stops a run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlpost.objective.losses import ClippedLoss
+from rlpost.objective.objective import Objective
+from rlpost.trainer import distributed
+from rlpost.trainer import model as trainer_model
+from rlpost.trainer.policy import (
+    EngineMismatchError,
+    Policy,
+    UpdateSettings,
+    make_optimizer,
+    make_scheduler,
+)
+from rlpost.types import Rollout
+from tests.conftest import make_rollout
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def rollouts(num_groups: int = 4, num_samples: int = 3) -> list[Rollout]:
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 200, (count,), generator=generator).tolist()
+
+    made = []
+    for group in range(num_groups):
+        prompt = ids(4 + group)
+        for sample in range(num_samples):
+            completion = ids(2 + (group + 2 * sample) % 5)
+            made.append(
+                make_rollout(group, prompt, completion, sample_index=sample, advantage=1.0 - sample + 0.1 * group)
+            )
+    return made
+
+
+def make_policy(
+    directory: Path, *, temperature: float = 1.0, checkpointing: bool = False, precision: str = "float32", **settings: object
+) -> Policy:
+    language_model = trainer_model.load(directory)
+    scorer = trainer_model.shard(language_model, temperature, distributed.data_mesh(), precision, checkpointing)
+    objective = settings.pop("objective", Objective())
+    reference = settings.pop("reference", None)
+    optimizer = make_optimizer(scorer, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    scheduler = make_scheduler(optimizer, "constant", 0, 10)
+    return Policy(scorer, reference, objective, optimizer, scheduler, UpdateSettings(max_completion_tokens=8, **settings))
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in policy.named_weights()}
+
+
+def groups(made: list[Rollout]) -> list[int]:
+    return sorted({r.prompt.group_id for r in made})
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+def test_logprobs_equal_the_plain_model(layout: str, tiny_dir: Path) -> None:
+    policy = make_policy(tiny_dir, temperature=0.7, layout=layout)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+    made = rollouts()
+    for index, logprobs in policy._score(policy.scorer, made).items():
+        prompt, completion = made[index].prompt.token_ids, made[index].completion.token_ids
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / 0.7
+        expected = logits.log_softmax(-1)[range(len(completion)), list(completion)]
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"micro_batch_tokens": 1},
+        {"micro_batch_tokens": 40},
+        {"layout": "padded"},
+        {"checkpointing": True},
+    ],
+)
+def test_an_update_does_not_depend_on_how_it_is_cut(change: dict[str, object], tiny_dir: Path) -> None:
+    made = rollouts()
+    results = []
+    for settings in ({}, change):
+        policy = make_policy(tiny_dir, max_grad_norm=None, **settings)
+        metrics = policy.update(made, groups(made), step=1)
+        metrics.pop("train/tokens_per_s")
+        results.append((metrics, weights(policy)))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-4, abs=1e-6)
+    for name, weight in results[0][1].items():
+        # AdamW's first step is lr * sign(gradient): where a gradient is all but zero its rounding may show.
+        close = torch.isclose(results[1][1][name], weight, rtol=0, atol=2e-5).float().mean()
+        assert close > 0.999, name
+
+
+def test_the_update_raises_good_and_lowers_bad_tokens(tiny_dir: Path) -> None:
+    policy = make_policy(tiny_dir)
+    made = rollouts()
+    before = policy._score(policy.scorer, made)
+    policy.update(made, groups(made), step=1)
+    after = policy._score(policy.scorer, made)
+    gain = sum((after[i] - before[i]).mean().item() * r.advantage for i, r in enumerate(made))
+    assert gain > 0
+
+
+def test_mini_batches_and_epochs_take_old_logprobs_from_before_the_first(tiny_dir: Path) -> None:
+    made = rollouts()
+    policy = make_policy(tiny_dir, num_mini_batches=2, num_epochs=2)
+    metrics = policy.update(made, groups(made), step=1)
+    assert policy.scheduler.last_epoch == 4
+    assert metrics["policy/ratio_max"] > 1.001  # later optimizer steps are off-policy
+    on_policy = make_policy(tiny_dir).update(made, groups(made), step=1)
+    assert on_policy["policy/ratio_max"] == 1.0
+    # The engine is compared with the policy that sampled, not with the one being updated.
+    assert metrics["rollout/logprob_diff_max"] == pytest.approx(on_policy["rollout/logprob_diff_max"], abs=1e-5)
+
+
+def test_an_engine_that_disagrees_stops_the_run_before_any_change(tiny_dir: Path) -> None:
+    policy = make_policy(tiny_dir, max_logprob_diff=0.01)
+    made = rollouts()
+    before = weights(policy)
+    with pytest.raises(EngineMismatchError, match=r"rollout/logprob_diff_max=.* is over rollout.max_logprob_diff=0.01"):
+        policy.update(made, groups(made), step=1)
+    for name, weight in weights(policy).items():
+        assert torch.equal(weight, before[name])
+
+
+def test_a_nan_logprob_of_the_engine_stops_the_run(tiny_dir: Path) -> None:
+    policy = make_policy(tiny_dir, max_logprob_diff=1e9)
+    bad = [make_rollout(0, completion=[4], logprobs=[float("nan")], advantage=1.0)]
+    with pytest.raises(EngineMismatchError):
+        policy.update(bad, [0], step=1)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_any_change(tiny_dir: Path) -> None:
+    policy = make_policy(tiny_dir)
+    bad = [make_rollout(0, completion=[4], advantage=float("inf"))]
+    before = weights(policy)
+    with pytest.raises(FloatingPointError, match="diverged"):
+        policy.update(bad, [0], step=1)
+    for name, weight in weights(policy).items():
+        assert torch.equal(weight, before[name])
+
+
+def test_truncated_completions_can_be_masked(tiny_dir: Path) -> None:
+    made = [make_rollout(0, completion=[4, 5], advantage=1.0, finish_reason="length")]
+    policy = make_policy(tiny_dir, mask_truncated=True)
+    before = weights(policy)
+    metrics = policy.update(made, [0], step=1)
+    assert metrics["policy/loss"] == 0.0
+    assert metrics["policy/grad_norm"] == 0.0
+    assert all(torch.equal(w, before[n]) for n, w in weights(policy).items())
+
+
+def test_the_reference_pulls_back(tiny_dir: Path) -> None:
+    mesh = distributed.data_mesh()
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), 1.0, mesh)
+    objective = Objective(ClippedLoss(), kl_coef=0.1)
+    policy = make_policy(tiny_dir, reference=reference, objective=objective)
+    made = rollouts()
+    first = policy.update(made, groups(made), step=1)
+    assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
+    assert policy.update(made, groups(made), step=2)["policy/kl_ref"] > 1e-5
+
+
+def test_gradient_clipping_reports_the_norm_before(tiny_dir: Path) -> None:
+    made = rollouts()
+    norms = [make_policy(tiny_dir, max_grad_norm=b).update(made, groups(made), 1)["policy/grad_norm"] for b in (None, 1e-3)]
+    assert norms[0] == pytest.approx(norms[1])
+    assert norms[0] > 1e-3
+
+
+def test_bfloat16_computes_in_bf16_and_keeps_float32_weights(tiny_dir: Path) -> None:
+    made = rollouts()
+    policy = make_policy(tiny_dir, precision="bfloat16")
+    metrics = policy.update(made, groups(made), step=1)
+    assert {w.dtype for w in weights(policy).values()} == {torch.float32}
+    exact = make_policy(tiny_dir).update(made, groups(made), step=1)
+    assert metrics["policy/entropy"] != exact["policy/entropy"]
+    assert metrics["policy/entropy"] == pytest.approx(exact["policy/entropy"], rel=0.02)
+
+
+def test_schedules() -> None:
+    def rates(schedule: str) -> list[float]:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.AdamW([parameter], lr=1.0)
+        scheduler = make_scheduler(optimizer, schedule, warmup_steps=2, num_optimizer_steps=6)
+        seen = []
+        for _ in range(6):
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return seen
+
+    assert rates("constant") == [0, 0.5, 1, 1, 1, 1]
+    assert rates("linear") == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25])
+    assert rates("cosine") == pytest.approx([0, 0.5, 1, 0.853553, 0.5, 0.146447], abs=1e-5)
+
+
+def test_norms_and_biases_are_not_decayed(tiny_dir: Path) -> None:
+    policy = make_policy(tiny_dir)
+    optimizer = make_optimizer(policy.scorer, 1e-3, (0.9, 0.95), 1e-8, weight_decay=0.1)
+    decayed, kept = optimizer.param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert all(p.ndim == 1 for p in kept["params"])
+    assert len(kept["params"]) == 2 * 2 + 1  # two norms a block, one at the end
