@@ -4,6 +4,7 @@ Exit codes: 0 finished; 1 failed while running; 2 the configuration or the input
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,8 +89,21 @@ def _job(cfg: DictConfig) -> float | None:
     else:
         code = build(cfg.cluster).launch(run.path)
         if code:
+            _settle(run, cfg, code)
             raise RunFailedError(run.path, code)
     return run.result()["reward_last_5"]
+
+
+def _settle(run: RunDir, cfg: DictConfig, code: int) -> None:
+    """Workers that were killed could not say so themselves: status.json and MLflow shall not call them running."""
+    if run.status().get("state") not in ("starting", "running"):
+        return
+    run.set_state("failed", error=f"the workers ended with exit code {code}")
+    run_id = run.status().get("mlflow_run_id")
+    if cfg.tracking.uri and run_id:
+        script = "import sys; from rlpost.tracking import end_run; end_run(*sys.argv[1:])"
+        command = [sys.executable, "-c", script, cfg.tracking.uri, run_id, "FAILED"]
+        subprocess.run(command, check=False, timeout=120, stderr=subprocess.DEVNULL)
 
 
 def _fresh(output_dir: Path, cfg: DictConfig, overrides: Sequence[str]) -> tuple[RunDir, DictConfig]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlpost.rewards.combine import RewardSum
 from rlpost.rollout.engine import Engine, Sampling, sample_groups
@@ -44,7 +44,7 @@ class Evaluator:
         seed: int,
     ) -> None:
         self._prefix = f"eval/{task}"
-        self._prompts = list(prompts)
+        self._prompts = [replace(prompt, group_id=index) for index, prompt in enumerate(prompts)]
         self._engine = engine
         self._reward = reward
         self._correct = correct

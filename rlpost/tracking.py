@@ -138,6 +138,13 @@ class Tracker:
             self._sink.close(status)
 
 
+def end_run(uri: str, run_id: str, status: Status) -> None:
+    """Give an MLflow run the final status that its own process could not."""
+    import mlflow
+
+    mlflow.MlflowClient(tracking_uri=uri).set_terminated(run_id, status)
+
+
 class MlflowSink:
     """A thread that feeds one MLflow run, in order, trying again for as long as the store does not answer.
 

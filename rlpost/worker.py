@@ -139,8 +139,8 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         cfg.rollout.engine,
         directory=directory,
         end_token_ids=end_tokens,
+        max_model_len=max_model_len,
         trust_remote_code=source.trust_remote_code,
-        **({"max_model_len": max_model_len} if "vllm" in cfg.rollout.engine._target_ else {}),
     )
     correct = Correctness(cfg.evaluation.correct_function or next(iter(weights)), cfg.evaluation.correct_threshold)
     loop = Loop(

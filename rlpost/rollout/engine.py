@@ -35,6 +35,8 @@ class Sampling:
 
 
 class Engine(Protocol):
+    """Built from (directory, end_token_ids, max_model_len, trust_remote_code) and settings of its own."""
+
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         """One completion for each prompt, in order; the same prompt may stand there many times.
 
@@ -48,6 +50,16 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def check_fits(prompts: Sequence[Prompt], sampling: Sampling, max_model_len: int) -> None:
+    """Raises: ValueError where a prompt leaves no room for max_tokens; engines would cut the completion unasked."""
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
+    if longest + sampling.max_tokens > max_model_len:
+        raise ValueError(
+            f"a prompt of {longest} and a completion of {sampling.max_tokens} tokens are over "
+            f"max_model_len={max_model_len}"
+        )
 
 
 def sample_seed(run_seed: int, step: int, group_id: int, sample_index: int) -> int:

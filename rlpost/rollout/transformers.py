@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlpost.models import load_tokenizer
-from rlpost.rollout.engine import Sampling
+from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.types import Completion, Prompt
 
 
@@ -18,6 +18,7 @@ class TransformersEngine:
     Args:
         directory: the model, in Hugging Face format.
         end_token_ids: tokens that end a completion.
+        max_model_len: longest prompt plus completion, in tokens.
         dtype: of its weights.
     """
 
@@ -25,6 +26,7 @@ class TransformersEngine:
         self,
         directory: Path,
         end_token_ids: Sequence[int],
+        max_model_len: int,
         dtype: str = "float32",
         batch_size: int = 64,
         trust_remote_code: bool = False,
@@ -38,9 +40,11 @@ class TransformersEngine:
         self._model.generation_config = GenerationConfig()
         self._tokenizer = load_tokenizer(directory, trust_remote_code)
         self._end_token_ids = list(end_token_ids)
+        self._max_model_len = max_model_len
         self._batch_size = batch_size
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        check_fits(prompts, sampling, self._max_model_len)
         # Sorted so that a batch pads little; a stable order, so that a run repeats.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
         completions: dict[int, Completion] = {}

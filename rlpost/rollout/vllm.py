@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 
-from rlpost.rollout.engine import Sampling
+from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class VLLMEngine:
         trust_remote_code: bool = False,
     ) -> None:
         self._end_token_ids = list(end_token_ids)
+        self._max_model_len = max_model_len
         threads = torch.get_num_threads()
         settings: dict[str, Any] = (
             {"gpu_memory_utilization": gpu_memory_utilization}
@@ -81,6 +82,7 @@ class VLLMEngine:
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         if not prompts:
             return []
+        check_fits(prompts, sampling, self._max_model_len)
         # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
         self._llm.reset_prefix_cache()
         requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]

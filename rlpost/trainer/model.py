@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from rlpost.data.packing import attention_mask
 from rlpost.errors import UserError
 from rlpost.objective.logprobs import token_logprobs
+from rlpost.trainer.linear import use_onednn
 from rlpost.types import PackedBatch
 
 Precision = Literal["float32", "bfloat16"]
@@ -55,6 +56,7 @@ def load(directory: Path, trust_remote_code: bool = False) -> nn.Module:
     )
     model.eval()  # dropout would make sampling and training disagree; gradients flow all the same
     _check_plain_head(model)
+    use_onednn(model)
     return model
 
 

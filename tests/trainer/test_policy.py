@@ -41,7 +41,12 @@ def rollouts(num_groups: int = 4, num_samples: int = 3) -> list[Rollout]:
 
 
 def make_policy(
-    directory: Path, *, temperature: float = 1.0, checkpointing: bool = False, precision: str = "float32", **settings: object
+    directory: Path,
+    *,
+    temperature: float = 1.0,
+    checkpointing: bool = False,
+    precision: str = "float32",
+    **settings: object,
 ) -> Policy:
     language_model = trainer_model.load(directory)
     scorer = trainer_model.shard(language_model, temperature, distributed.data_mesh(), precision, checkpointing)
@@ -49,7 +54,9 @@ def make_policy(
     reference = settings.pop("reference", None)
     optimizer = make_optimizer(scorer, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     scheduler = make_scheduler(optimizer, "constant", 0, 10)
-    return Policy(scorer, reference, objective, optimizer, scheduler, UpdateSettings(max_completion_tokens=8, **settings))
+    return Policy(
+        scorer, reference, objective, optimizer, scheduler, UpdateSettings(max_completion_tokens=8, **settings)
+    )
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -123,7 +130,9 @@ def test_an_engine_that_disagrees_stops_the_run_before_any_change(tiny_dir: Path
     policy = make_policy(tiny_dir, max_logprob_diff=0.01)
     made = rollouts()
     before = weights(policy)
-    with pytest.raises(EngineMismatchError, match=r"rollout/logprob_diff_max=.* is over rollout.max_logprob_diff=0.01"):
+    with pytest.raises(
+        EngineMismatchError, match=r"rollout/logprob_diff_max=.* is over rollout.max_logprob_diff=0.01"
+    ):
         policy.update(made, groups(made), step=1)
     for name, weight in weights(policy).items():
         assert torch.equal(weight, before[name])
@@ -169,7 +178,9 @@ def test_the_reference_pulls_back(tiny_dir: Path) -> None:
 
 def test_gradient_clipping_reports_the_norm_before(tiny_dir: Path) -> None:
     made = rollouts()
-    norms = [make_policy(tiny_dir, max_grad_norm=b).update(made, groups(made), 1)["policy/grad_norm"] for b in (None, 1e-3)]
+    norms = [
+        make_policy(tiny_dir, max_grad_norm=b).update(made, groups(made), 1)["policy/grad_norm"] for b in (None, 1e-3)
+    ]
     assert norms[0] == pytest.approx(norms[1])
     assert norms[0] > 1e-3
 

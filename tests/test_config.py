@@ -1,0 +1,168 @@
+"""Every shipped file composes and is valid; every rule names its key in one line."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from rlpost.config import build, check_task, conf_dir, resolve_paths, reward_nodes, validate
+from rlpost.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+SWEEPS = ROOT / "sweeps"
+GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
+CHOICES = [f"{p.parent.name}={p.stem}" for p in sorted(CONF.glob("*/*.yaml"))]
+# What a choice leaves for its user to say.
+NEEDS = {"model=hf": ["model.path=owner/name"], "task=jsonl": ["task.path=x"], "task=hf": ["task.path=x"]}
+NEEDS["experiment=gsm8k"] = ["task.path=x"]
+
+
+def composed(*overrides: str, config_dir: Path = CONF, name: str = "train") -> DictConfig:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
+        return compose(name, [*overrides, *_search(config_dir)], return_hydra_config=False)
+
+
+def _search(config_dir: Path) -> list[str]:
+    return [] if config_dir == CONF else [f"hydra.searchpath=[file://{CONF}]"]
+
+
+def plain(*overrides: str) -> DictConfig:
+    """Without interpolations that need a running job."""
+    return composed("name=n", "run_dir=outputs/n/1", *overrides)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_of_every_group_is_valid(choice: str) -> None:
+    overrides = [choice, "run_dir=outputs/n/1", *NEEDS.get(choice, [])]
+    if not choice.startswith("experiment="):
+        overrides.append("name=n")
+    cfg = composed(*overrides)
+    validate(cfg)
+    OmegaConf.resolve(cfg)
+    for key in ("reducer", "algorithm.loss", "algorithm.advantage", "model", "task", "cluster"):
+        build(OmegaConf.select(cfg, key))
+    for node in reward_nodes(cfg).values():
+        node.pop("weight")
+        build(node)
+
+
+def test_all_groups_of_the_design_are_there() -> None:
+    assert set(GROUPS) == {
+        *("algorithm", "reducer", "reward", "model", "cluster", "task", "rollout", "optimizer", "tracking"),
+        "experiment",
+    }
+    assert conf_dir() == CONF
+
+
+@pytest.mark.parametrize("sweep", sorted(p.stem for p in SWEEPS.glob("*.yaml")))
+def test_every_sweep_composes_and_every_job_is_valid(sweep: str) -> None:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(SWEEPS), version_base="1.3"):
+        search = [f"hydra.searchpath=[file://{CONF}]"]
+        full = compose(sweep, search, return_hydra_config=True)
+        assert full.hydra.mode.name == "MULTIRUN"
+        params = OmegaConf.to_container(full.hydra.sweeper.params)
+        assert params
+        jobs = [[]]
+        for key, values in params.items():
+            jobs = [[*job, f"{key}={value}"] for job in jobs for value in str(values).split(",")]
+        for job in jobs:
+            validate(compose(sweep, [*search, "run_dir=outputs/n/1", *job]))
+
+
+def test_experiments_override_the_defaults() -> None:
+    cfg = composed("experiment=debug", "run_dir=x")
+    assert (cfg.name, cfg.steps, cfg.model._target_) == ("debug", 3, "rlpost.models.TinyLlama")
+    assert composed("experiment=drgrpo", "run_dir=x").algorithm.advantage.normalize == "none"
+
+
+def test_rewards_of_several_options_are_joined() -> None:
+    cfg = plain("reward=[number,format]", "reward.format.weight=0.2")
+    assert {name: node["weight"] for name, node in reward_nodes(cfg).items()} == {"number": 1.0, "format": 0.2}
+
+
+def test_a_reward_group_that_is_one_target() -> None:
+    cfg = plain("reward=number")
+    cfg.reward = {"_target_": "rlpost.rewards.number.NumberReward"}
+    validate(cfg)
+    assert reward_nodes(cfg) == {"numberreward": {"weight": 1.0, "_target_": "rlpost.rewards.number.NumberReward"}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("steps=0", "steps=0: expected a whole number, at least 1"),
+        ("samples_per_prompt=1", "samples_per_prompt=1 gives every completion the advantage 0"),
+        ("prompts_per_step=6 algorithm.num_mini_batches=4", "prompts_per_step=6 does not divide"),
+        ("prompts_per_step=3 cluster=cpu2", "use a multiple of 2"),
+        ("rollout.max_tokens=8000", "over the model's context of 8192 tokens"),
+        ("model=tiny prompt.max_tokens=4090", "over the model's context of 4096 tokens"),
+        ("reducer=drgrpo reducer.divisor=0", "reducer.divisor=0: expected a number over 0"),
+        ("reducer=drgrpo reducer.divisor=many", "reducer.divisor=many: expected float"),
+        ("+reducer.divizor=3", "reducer.divizor"),
+        ("reducer=drgrpo +reducer.divizor=3", "reducer.divizor: .*did you mean 'divisor'"),
+        ("+stepz=3", "stepz: there is no such setting; did you mean 'steps'"),
+        ("+optimizer.lrr=3", "optimizer.lrr: .*did you mean 'lr'"),
+        ("+rollout.engine.directory=/x", "rollout.engine.directory"),
+        ("rollout.engine.max_num_seqs=x", "rollout.engine.max_num_seqs=x: expected int"),
+        ("rollout.temperature=0", "rollout.temperature=0.0: expected a number over 0"),
+        ("rollout.top_p=0", "rollout.top_p=0"),
+        ("rollout.top_p=1.5", "rollout.top_p=1.5"),
+        ("rollout.min_p=-1", "rollout.min_p=-1"),
+        ("rollout.repetition_penalty=0", "rollout.repetition_penalty"),
+        ("optimizer.betas=[0.9]", "optimizer.betas"),
+        ("optimizer.lr=-1", "optimizer.lr=-1"),
+        ("optimizer.lr=nan", "optimizer.lr=nan"),
+        ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm=0"),
+        ("optimizer.schedule=cosin", "optimizer.schedule=cosin: did you mean 'cosine'"),
+        ("trainer.precision=bf16", "trainer.precision=bf16: did you mean 'bfloat16'"),
+        ("trainer.precision=bfloat16", "rollout.max_logprob_diff=0.01 with trainer.precision=bfloat16"),
+        ("algorithm.kl.estimator=k9", "algorithm.kl.estimator=k9: expected one of k1, k2, k3"),
+        ("evaluation.pass_at=[1,4]", "evaluation.pass_at=.*needs evaluation.num_samples of at least 4"),
+        ("evaluation.pass_at=[0]", "every k must be at least 1"),
+        ("evaluation.num_samples=4", "would sample the same completion again"),
+        ("evaluation.correct_function=numbr", "evaluation.correct_function=numbr: did you mean 'number'"),
+        ("reward.number.weight=heavy", "reward.number.weight=heavy: expected a finite number"),
+        ("task=jsonl", "task.path is missing; set task.path="),
+        ("model=hf", "model.path is missing"),
+        ("reward.number._target_=os.system", "plugins.allow=.os."),
+        ("reducer._target_=rlpost.objective.reducers.SequenceMeen", "did you mean 'SequenceMean'"),
+    ],
+)
+def test_rules_name_their_key(overrides: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        validate(plain(*overrides.split()))
+    text = str(error.value)
+    assert re.search(message, text), text
+    assert "\n" not in text
+
+
+def test_the_task_is_checked_before_anything_heavy(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        check_task(plain("task=jsonl", f"task.path={tmp_path}/none.jsonl"))
+    with pytest.raises(UserError, match="leaves no prompt to train on"):
+        check_task(plain("task.held_out=2500"))
+    rows = tmp_path / "same.jsonl"
+    rows.write_text('{"question": "q", "answer": "a"}\n')
+    with pytest.raises(UserError, match="no prompt is left to train on"):
+        check_task(plain("task=jsonl", f"task.path={rows}", f"task.held_out_path={rows}"))
+
+
+def test_a_target_that_refuses_its_settings_is_a_users_error() -> None:
+    with pytest.raises(UserError, match=r"ConstantDivisor: divisor must be over zero"):
+        build({"_target_": "rlpost.objective.reducers.ConstantDivisor", "divisor": -1})
+
+
+def test_paths_become_absolute() -> None:
+    cfg = plain()
+    resolve_paths(cfg)
+    assert Path(cfg.run_dir).is_absolute()
+    assert cfg.tracking.uri == f"sqlite:///{Path.cwd()}/outputs/mlflow.db"
+    server = plain("tracking.uri=http://127.0.0.1:5000", "tracking.artifacts=null")
+    resolve_paths(server)
+    assert server.tracking.uri == "http://127.0.0.1:5000"

@@ -1,0 +1,36 @@
+import math
+
+import pytest
+
+from rlpost.metrics import rollout_metrics
+from tests.conftest import make_rollout
+
+
+def test_by_hand() -> None:
+    rollouts = [
+        make_rollout(0, completion=[1, 2], reward=1.0),
+        make_rollout(0, completion=[1, 2, 3, 4], reward=0.0, finish_reason="length"),
+        make_rollout(1, completion=[1, 2, 3], reward=0.0),
+        make_rollout(1, completion=[1], reward=0.0),
+    ]
+    for rollout in rollouts:
+        rollout.rewards = {"number": rollout.reward, "other": math.nan}
+    rollouts[0].rewards["other"] = 3.0
+    metrics = rollout_metrics(rollouts, lambda r: r.reward == 1.0)
+    expected = {
+        "reward/mean": 0.25,
+        "reward/std": 0.5,
+        "reward/number/mean": 0.25,
+        "reward/number/std": 0.5,
+        "reward/other/mean": 3.0,
+        "reward/other/std": math.nan,
+        "reward/zero_std_groups": 0.5,
+        "completions/length_mean": 2.5,
+        "completions/length_min": 1,
+        "completions/length_max": 4,
+        "completions/length_terminated": 2.0,
+        "completions/length_correct": 2.0,
+        "completions/length_incorrect": 8 / 3,
+        "completions/truncated": 0.25,
+    }
+    assert metrics == pytest.approx(expected, nan_ok=True)

@@ -1,0 +1,339 @@
+"""Whole runs through the command line: real processes, real engines, the tiny model.
+
+Metrics that read a clock or the memory differ between equal runs; everything else must be equal to the last bit.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+pytestmark = pytest.mark.slow
+
+CLOCK = ("time/", "memory/", "rollout/tokens_per_s", "train/tokens_per_s")
+METRICS = {
+    *("reward/mean", "reward/std", "reward/format/mean", "reward/format/std", "reward/zero_std_groups"),
+    *("completions/length_mean", "completions/length_min", "completions/length_max", "completions/truncated"),
+    *("completions/length_terminated", "completions/length_correct", "completions/length_incorrect"),
+    *("policy/loss", "policy/entropy", "policy/clip_low", "policy/clip_high", "policy/ratio_mean"),
+    *("policy/ratio_max", "policy/grad_norm", "policy/lr", "rollout/logprob_diff_mean"),
+    *("rollout/logprob_diff_max", "rollout/tokens_per_s", "rollout/staleness", "train/tokens_per_s"),
+    *("time/rollout", "time/reward", "time/update", "time/sync", "time/step", "memory/rss_gb", "tokens/total"),
+}
+TINY = ["experiment=debug", "reward.format.pattern=[0-9]"]
+# Steps long enough to be killed in, with a checkpoint that is not the newest step.
+KILLED = [*TINY, "steps=7", "checkpoint.every=2", "rollout.max_tokens=60", "prompts_per_step=8", "evaluation.every=3"]
+
+
+def start(cwd: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rlpost", *overrides]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def rlpost(cwd: Path, *overrides: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    process = start(cwd, *overrides)
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == code, f"{process.returncode}\n{out}\n{err}"
+    return subprocess.CompletedProcess(process.args, code, out, err)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def exact(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows(run)]
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    whole = run / "whole.pt"
+    dcp_to_torch_save(run / "checkpoints" / f"step-{step:06d}" / "weights", whole)
+    return torch.load(whole, weights_only=False)
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    else:
+        assert a == b
+
+
+def worker_pids(launcher: int) -> list[int]:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [pid for child in map(int, children) for pid in (child, *worker_pids(child))]
+
+
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+    while not (run / "metrics.jsonl").is_file() or len(rows(run)) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def kill_in_a_step(cwd: Path, run: str, after: int, *overrides: str) -> None:
+    """SIGKILL to launcher and workers in the middle of the step after `after`."""
+    process = start(cwd, *overrides, f"run_dir={run}")
+    wait_for_steps(cwd / run, after, process)
+    time.sleep(0.05)
+    for pid in [process.pid, *worker_pids(process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module", params=["vllm", "transformers"])
+def finished(request: pytest.FixtureRequest, work: Path) -> tuple[Path, str, str]:
+    """A finished run of each engine: its directory, its engine, what it printed."""
+    run = work / f"runs/{request.param}"
+    result = rlpost(work, *TINY, f"rollout={request.param}", f"run_dir={run}", "evaluation.at_start=true")
+    return run, request.param, result.stdout
+
+
+def test_a_run_leaves_its_whole_record(finished: tuple[Path, str, str], work: Path) -> None:
+    run, _, printed = finished
+    start_row, *steps = rows(run)
+    assert start_row.keys() == {
+        "step",
+        "eval/addition/accuracy",
+        "eval/addition/length_mean",
+        "eval/addition/pass_at_1",
+    }
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    for row in steps:
+        assert row.keys() - {"step", "time/evaluation"} >= METRICS
+        assert row["rollout/logprob_diff_max"] < 1e-3
+    assert steps[-1]["eval/addition/accuracy"] is not None
+    assert steps[-1]["tokens/total"] == sum(
+        pq.read_table(run / "completions" / f"step-{s:06d}.parquet").column("num_tokens").to_numpy().sum()
+        for s in (1, 2, 3)
+    )
+    status = json.loads((run / "status.json").read_text())
+    result = json.loads((run / "result.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 3)
+    assert result["reward_first"] == steps[0]["reward/mean"]
+    assert result["eval/addition/accuracy"] == steps[-1]["eval/addition/accuracy"]
+    assert (run / "checkpoints" / "step-000003").is_dir()
+    assert "experiment=debug" in (run / "overrides.yaml").read_text()
+    for step in (1, 2, 3):
+        assert f"step {step}/3  reward {steps[step - 1]['reward/mean']:.3f}" in printed
+    assert "\x1b[" not in printed  # piped: plain lines
+
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
+    logged = client.get_run(result["mlflow_run_id"])
+    assert logged.info.status == "FINISHED"
+    assert logged.data.params["reducer._target_"] == "rlpost.objective.reducers.SequenceMean"
+    assert {"git.commit", "version.torch", "config_hash"} <= logged.data.tags.keys()
+    for name in METRICS:
+        history = {m.step: m.value for m in client.get_metric_history(result["mlflow_run_id"], name)}
+        assert history == {row["step"]: row[name] for row in steps if row[name] is not None}
+    artifacts = {f.path for f in client.list_artifacts(result["mlflow_run_id"])}
+    assert {"config.yaml", "overrides.yaml", "metrics.jsonl", "result.json", "completions"} <= artifacts
+
+
+def test_the_same_seed_gives_the_same_run(finished: tuple[Path, str, str], work: Path) -> None:
+    run, engine, _ = finished
+    again = run.with_name(f"{engine}-again")
+    rlpost(work, *TINY, f"rollout={engine}", f"run_dir={again}", "evaluation.at_start=true", "tracking=none")
+    assert exact(again) == exact(run)
+    assert_equal(weights(again, 3), weights(run, 3))
+
+
+def test_a_directory_with_a_run_is_refused_and_a_finished_one_stays(
+    finished: tuple[Path, str, str], work: Path
+) -> None:
+    run, _, _ = finished
+    before = rows(run)
+    refused = rlpost(work, *TINY, f"run_dir={run}", code=2)
+    assert "holds a run already; resume=true goes on with it" in refused.stderr
+    assert "has finished its 3 steps already" in rlpost(work, f"run_dir={run}", "resume=true").stdout
+    groups = rlpost(work, f"run_dir={run}", "resume=true", "reducer=drgrpo", code=2)
+    assert "reducer=drgrpo: resume=true goes on with the run's own reducer" in groups.stderr
+    unknown = rlpost(work, f"run_dir={run}", "resume=true", "stepz=4", code=2)
+    assert "stepz" in unknown.stderr
+    assert rows(run) == before
+
+
+def test_resuming_nothing_is_an_error(work: Path) -> None:
+    assert "there is no run to resume" in rlpost(work, "run_dir=runs/none", "resume=true", code=2).stderr
+    assert not (work / "runs/none").exists()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(work: Path) -> Path:
+    rlpost(work, *KILLED, "run_dir=runs/whole")
+    return work / "runs/whole"
+
+
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted: Path, work: Path) -> None:
+    kill_in_a_step(work, "runs/killed", 3, *KILLED)
+    killed = work / "runs/killed"
+    assert json.loads((killed / "status.json").read_text())["state"] == "running"
+    assert len(rows(killed)) < 7
+    rlpost(work, f"run_dir={killed}", "resume=true")
+    assert exact(killed) == exact(uninterrupted)
+    assert_equal(weights(killed, 7), weights(uninterrupted, 7))
+    result = json.loads((killed / "result.json").read_text())
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
+    steps = [m.step for m in client.get_metric_history(result["mlflow_run_id"], "reward/mean")]
+    assert sorted(steps) == list(range(1, 8))  # the same run, each step once
+    kept = sorted(p.name for p in (killed / "checkpoints").iterdir())
+    assert kept == ["step-000006", "step-000007"]
+
+
+def test_killed_workers_are_failed(work: Path) -> None:
+    run = work / "runs/worker-killed"
+    process = start(work, *KILLED, f"run_dir={run}")
+    wait_for_steps(run, 1, process)
+    for pid in worker_pids(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 137, err
+    assert "ended with exit code 137" in err
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["error"]) == ("failed", "the workers ended with exit code 137")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
+    assert client.get_run(status["mlflow_run_id"]).info.status == "FAILED"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_checkpoints_and_exits_130(number: signal.Signals, uninterrupted: Path, work: Path) -> None:
+    run = work / f"runs/{number.name}"
+    process = start(work, *KILLED, f"run_dir={run}")
+    wait_for_steps(run, 1, process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "interrupted"
+    done = len(rows(run))
+    assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
+    assert client.get_run(status["mlflow_run_id"]).info.status == "KILLED"
+    if number == signal.SIGTERM:
+        rlpost(work, f"run_dir={run}", "resume=true")
+        assert exact(run) == exact(uninterrupted)
+        assert client.get_run(status["mlflow_run_id"]).info.status == "FINISHED"
+
+
+def test_two_ranks_train_like_one(uninterrupted: Path, work: Path) -> None:
+    rlpost(work, *KILLED, "run_dir=runs/two", "cluster=cpu2", "tracking=none", "cluster.threads=1")
+    for two, one in zip(exact(work / "runs/two"), exact(uninterrupted), strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
+
+
+def test_it_learns(work: Path) -> None:
+    overrides = ["rollout=transformers", "tracking=none", "steps=20", "prompts_per_step=8", "samples_per_prompt=8"]
+    rlpost(work, *TINY, *overrides, "run_dir=runs/learns", "reward.format.pattern=[0-4]")
+    rewards = [row["reward/mean"] for row in rows(work / "runs/learns")]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_a_multirun_makes_a_run_a_job(work: Path) -> None:
+    overrides = ["rollout=transformers", "tracking=none", "steps=1", "evaluation.at_end=false"]
+    rlpost(work, "-m", *TINY, *overrides, "reducer=drgrpo", "reducer.divisor=100,1000", "hydra.sweep.dir=sweep")
+    norms = [rows(work / "sweep" / str(job))[0]["policy/grad_norm"] for job in (0, 1)]
+    assert norms[0] == pytest.approx(10 * norms[1], rel=1e-5)  # the same rollouts, a tenth of the weight
+
+
+PLUGIN = """
+class Loud:
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def __call__(self, *, completions, **columns):
+        if self.word == "raise":
+            raise RuntimeError("the plugin broke")
+        return [float(len(completion)) for completion in completions]
+"""
+
+
+def test_a_users_own_reward_and_one_that_raises(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (work / "my_rewards.py").write_text(PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", str(work))
+    (work / "mine" / "reward").mkdir(parents=True)
+    (work / "mine" / "reward" / "loud.yaml").write_text("loud:\n  _target_: my_rewards.Loud\n  word: ok\n")
+    own = ["--config-dir", "mine", *TINY, "reward=loud", "rollout=transformers", "steps=1"]
+    refused = rlpost(work, *own, code=2)
+    assert "plugins.allow=[my_rewards]" in refused.stderr
+    assert (
+        "did you mean 'word'"
+        in rlpost(work, *own, "plugins.allow=[my_rewards]", "+reward.loud.wordy=1", code=2).stderr
+    )
+
+    rlpost(work, *own, "plugins.allow=[my_rewards]", "run_dir=runs/own", "tracking=none")
+    assert rows(work / "runs/own")[0]["reward/loud/mean"] > 0
+
+    broken = rlpost(work, *own, "plugins.allow=[my_rewards]", "reward.loud.word=raise", "run_dir=runs/broken", code=1)
+    assert "RuntimeError: the plugin broke" in broken.stderr
+    status = json.loads((work / "runs/broken/status.json").read_text())
+    assert status["state"] == "failed"
+    assert "the plugin broke" in status["error"]
+    assert "Traceback" in (work / "runs/broken/run.log").read_text()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
+    assert client.get_run(status["mlflow_run_id"]).info.status == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["reducer=drgrpo", "reducer.divizor=1000"],
+            "reducer.divizor: there is no such setting; did you mean 'divisor",
+        ),
+        (["reducer=drgrpo", "+reducer.divizor=1000"], "did you mean 'divisor'?"),
+        (["reducer=drgrp"], "reducer=drgrp: there is no such choice; did you mean 'drgrpo'?"),
+        (["reducr=drgrpo"], "reducr: there is no such setting; did you mean 'reducer'?"),
+        (["+foo=1"], "foo: there is no such setting"),
+        (["steps=abc"], "steps=abc: expected a whole number"),
+        (["resume=maybe"], "resume=maybe: expected true or false"),
+        (["steps"], "steps: not an override; key=value is expected"),
+        (["prompt.max_tokens=1", "model=tiny"], "all 2436 training prompts are over prompt.max_tokens=1"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line_and_exit_code_2(
+    overrides: Sequence[str], message: str, tmp_path: Path
+) -> None:
+    result = rlpost(tmp_path, *overrides, "run_dir=run", code=2)
+    lines = [
+        line for line in result.stderr.splitlines() if "prompts are over prompt.max_tokens=1 and were" not in line
+    ]
+    assert len(lines) == 1, result.stderr
+    assert message in lines[0]
+
+
+def test_help_and_cfg_answer(tmp_path: Path) -> None:
+    assert "reducer: drgrpo, grpo, sum, token_mean" in rlpost(tmp_path, "--help").stdout
+    assert "divisor: 64" in rlpost(tmp_path, "--cfg", "job", "reducer=drgrpo", "reducer.divisor=64").stdout
+
+
+SMOLLM2 = ["prompts_per_step=2", "samples_per_prompt=4", "steps=3", "checkpoint.every=1", "rollout.max_tokens=12"]
+
+
+def test_the_default_model_resumes_bit_for_bit(work: Path) -> None:
+    overrides = [*SMOLLM2, "tracking=none", "evaluation.at_end=false"]
+    rlpost(work, *overrides, "run_dir=runs/smol")
+    kill_in_a_step(work, "runs/smol-killed", 1, *overrides)
+    rlpost(work, "run_dir=runs/smol-killed", "resume=true")
+    assert exact(work / "runs/smol-killed") == exact(work / "runs/smol")
+    assert_equal(weights(work / "runs/smol-killed", 3), weights(work / "runs/smol", 3))
+    assert all(row["rollout/logprob_diff_max"] < 1e-3 for row in rows(work / "runs/smol"))

@@ -1,0 +1,202 @@
+"""metrics.jsonl, completion files, and a real MLflow store: embedded, a server, and a server that goes away."""
+
+import json
+import logging
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlflow
+import pyarrow.parquet as pq
+import pytest
+
+from rlpost.tracking import MetricsFile, MlflowSink, Tracker
+from tests.conftest import make_rollout
+
+ROLLOUTS = [make_rollout(text="7", answer="7", reward=1.0), make_rollout(1, text="8", sample_index=1)]
+
+
+def make_sink(uri: str, tmp_path: Path, **settings: object) -> MlflowSink:
+    return MlflowSink(
+        uri, "exp", "run-1", params={"steps": 3, "reducer.divisor": 1000}, tags={"git.commit": "abc"},
+        artifacts=str(tmp_path / "artifacts"), **settings,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_metrics_are_lines_and_what_is_not_finite_is_null(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Tracker(tmp_path, None)
+    with caplog.at_level(logging.INFO):
+        tracker.log(1, {"reward/mean": 0.5, "x": math.nan}, ROLLOUTS)
+        tracker.log(2, {"reward/mean": 0.25, "x": math.inf}, ROLLOUTS)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "reward/mean": 0.5, "x": None},
+        {"step": 2, "reward/mean": 0.25, "x": None},
+    ]
+    assert caplog.text.count("x is nan at step 1") == 1
+
+
+def test_completions_are_parquet(tmp_path: Path) -> None:
+    Tracker(tmp_path, None).log(3, {}, ROLLOUTS)
+    rows = pq.read_table(tmp_path / "completions" / "step-000003.parquet").to_pylist()
+    assert [row["completion"] for row in rows] == ["7", "8"]
+    assert rows[0]["token_ids"] == [8, 9]
+    assert rows[0]["reward"] == 1.0
+    assert rows[1]["group_id"] == 1
+
+
+def test_a_resume_drops_later_lines_and_a_line_cut_short(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(1, 5):
+        metrics.append(step, {"a": 0.1 * step})
+    before = metrics._path.read_text().splitlines(keepends=True)
+    with metrics._path.open("a") as file:
+        file.write('{"step": 5, "a"')
+    assert [row["step"] for row in metrics.rows()] == [1, 2, 3, 4]
+    metrics.keep_until(2)
+    assert metrics._path.read_text() == "".join(before[:2])
+
+
+def test_mlflow_gets_everything(sqlite: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path, files=[tmp_path / "config.yaml"]), completions_every=2)
+    for step in (1, 2, 3):
+        tracker.log(step, {"reward/mean": step / 4, "tokens/total": step, "bad": math.nan}, ROLLOUTS)
+    tracker.close("FINISHED")
+
+    client = mlflow.MlflowClient(tracking_uri=sqlite)
+    run = client.get_run(tracker.mlflow_run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "run-1"
+    assert run.data.params == {"steps": "3", "reducer.divisor": "1000"}
+    assert run.data.tags["git.commit"] == "abc"
+    history = client.get_metric_history(tracker.mlflow_run_id, "reward/mean")
+    assert [(m.step, m.value) for m in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert "bad" not in run.data.metrics
+    files = {f.path for f in client.list_artifacts(tracker.mlflow_run_id)}
+    assert files == {"config.yaml", "completions"}
+    tables = [f.path for f in client.list_artifacts(tracker.mlflow_run_id, "completions")]
+    assert tables == ["completions/step-000001.json", "completions/step-000002.json"]
+    local = client.download_artifacts(tracker.mlflow_run_id, tables[0], str(tmp_path))
+    assert "completion" in json.loads(Path(local).read_text())["columns"]
+
+
+@pytest.mark.parametrize("status", ["FAILED", "KILLED"])
+def test_the_final_status_tells_the_truth(status: str, sqlite: str, tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path))
+    tracker.close(status)
+    assert mlflow.MlflowClient(tracking_uri=sqlite).get_run(tracker.mlflow_run_id).info.status == status
+
+
+def test_a_resume_goes_on_in_the_same_run_and_fills_its_gap(sqlite: str, tmp_path: Path) -> None:
+    first = Tracker(tmp_path, make_sink(sqlite, tmp_path))
+    first.log(1, {"a": 1.0, "tokens/total": 1}, ROLLOUTS)
+    first.close("KILLED")
+    MetricsFile(tmp_path / "metrics.jsonl").append(2, {"a": 2.0, "tokens/total": 2})  # MLflow was away for this one
+    MetricsFile(tmp_path / "metrics.jsonl").append(3, {"a": 9.0, "tokens/total": 3})  # after the checkpoint
+
+    second = Tracker(tmp_path, make_sink(sqlite, tmp_path, run_id=first.mlflow_run_id))
+    second.resume_after(2)
+    second.log(3, {"a": 3.0, "tokens/total": 3}, ROLLOUTS)
+    second.close("FINISHED")
+    client = mlflow.MlflowClient(tracking_uri=sqlite)
+    history = client.get_metric_history(first.mlflow_run_id, "a")
+    assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert client.get_run(first.mlflow_run_id).info.status == "FINISHED"
+
+
+class Server:
+    """A real MLflow server on the loopback interface that can be stopped and started again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        store = f"sqlite:///{self.directory}/server.db"
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        options = [
+            "--backend-store-uri",
+            store,
+            "--artifacts-destination",
+            str(self.directory / "kept"),
+            "--workers",
+            "1",
+        ]
+        with (self.directory / "server.log").open("ab") as log:
+            self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log, start_new_session=True)
+        for _ in range(120):
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.5)
+        raise TimeoutError((self.directory / "server.log").read_text())
+
+    def stop(self) -> None:
+        if self.process is not None:
+            import os
+            import signal
+
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_and_comes_back_gets_what_it_missed(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(MlflowSink, "RETRY_S", 0.5)
+    sink = MlflowSink(server.uri, "exp", "r", params={}, tags={}, patience_s=60)
+    tracker = Tracker(tmp_path, sink)
+    tracker.log(1, {"a": 1.0}, ROLLOUTS)
+    while sink._queue.unfinished_tasks and not sink._queue.empty():
+        time.sleep(0.1)
+    server.stop()
+    with caplog.at_level(logging.INFO):
+        started = time.monotonic()
+        for step in (2, 3):
+            tracker.log(step, {"a": float(step)}, ROLLOUTS)
+        assert time.monotonic() - started < 5  # training does not wait for the server
+        time.sleep(2)
+        server.start()
+        tracker.close("FINISHED")
+    assert "training goes on" in caplog.text
+    client = mlflow.MlflowClient(tracking_uri=server.uri)
+    assert [m.value for m in client.get_metric_history(sink.run_id, "a")] == [1.0, 2.0, 3.0]
+    assert client.get_run(sink.run_id).info.status == "FINISHED"
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_is_named(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = MlflowSink(server.uri, "exp", "r", params={}, tags={}, patience_s=1)
+    tracker = Tracker(tmp_path, sink)
+    server.stop()
+    with caplog.at_level(logging.WARNING):
+        tracker.log(1, {"a": 1.0}, ROLLOUTS)
+        tracker.close("FINISHED")
+    assert "it lacks" in caplog.text
+    assert "the status FINISHED" in caplog.text
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
