@@ -31,7 +31,7 @@ METRICS = {
     *("rollout/logprob_diff_max", "rollout/tokens_per_s", "rollout/staleness", "train/tokens_per_s"),
     *("time/rollout", "time/reward", "time/update", "time/sync", "time/step", "memory/rss_gb", "tokens/total"),
 }
-TINY = ["experiment=debug", "reward.format.pattern=[0-9]"]
+TINY = ["experiment=debug", "reward.format.pattern='[0-9]'"]
 # Steps long enough to be killed in, with a checkpoint that is not the newest step.
 KILLED = [*TINY, "steps=7", "checkpoint.every=2", "rollout.max_tokens=60", "prompts_per_step=8", "evaluation.every=3"]
 
@@ -238,12 +238,14 @@ def test_a_signal_checkpoints_and_exits_130(number: signal.Signals, uninterrupte
 def test_two_ranks_train_like_one(uninterrupted: Path, work: Path) -> None:
     rlpost(work, *KILLED, "run_dir=runs/two", "cluster=cpu2", "tracking=none", "cluster.threads=1")
     for two, one in zip(exact(work / "runs/two"), exact(uninterrupted), strict=True):
-        assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
+        assert {k for k, v in two.items() if v is None} == {k for k, v in one.items() if v is None}
+        known = [{k: v for k, v in row.items() if v is not None} for row in (two, one)]
+        assert known[0] == pytest.approx(known[1], rel=1e-3, abs=1e-4)
 
 
 def test_it_learns(work: Path) -> None:
     overrides = ["rollout=transformers", "tracking=none", "steps=20", "prompts_per_step=8", "samples_per_prompt=8"]
-    rlpost(work, *TINY, *overrides, "run_dir=runs/learns", "reward.format.pattern=[0-4]")
+    rlpost(work, *TINY, *overrides, "run_dir=runs/learns", "reward.format.pattern='[0-4]'")
     rewards = [row["reward/mean"] for row in rows(work / "runs/learns")]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
 
@@ -272,7 +274,7 @@ def test_a_users_own_reward_and_one_that_raises(work: Path, monkeypatch: pytest.
     monkeypatch.setenv("PYTHONPATH", str(work))
     (work / "mine" / "reward").mkdir(parents=True)
     (work / "mine" / "reward" / "loud.yaml").write_text("loud:\n  _target_: my_rewards.Loud\n  word: ok\n")
-    own = ["--config-dir", "mine", *TINY, "reward=loud", "rollout=transformers", "steps=1"]
+    own = ["--config-dir", "mine", "experiment=debug", "reward=loud", "rollout=transformers", "steps=1"]
     refused = rlpost(work, *own, code=2)
     assert "plugins.allow=[my_rewards]" in refused.stderr
     assert (
@@ -326,14 +328,14 @@ def test_help_and_cfg_answer(tmp_path: Path) -> None:
     assert "divisor: 64" in rlpost(tmp_path, "--cfg", "job", "reducer=drgrpo", "reducer.divisor=64").stdout
 
 
-SMOLLM2 = ["prompts_per_step=2", "samples_per_prompt=4", "steps=3", "checkpoint.every=1", "rollout.max_tokens=12"]
+SMOLLM2 = ["prompts_per_step=2", "samples_per_prompt=4", "steps=2", "rollout.max_tokens=12", "tracking=none"]
 
 
 def test_the_default_model_resumes_bit_for_bit(work: Path) -> None:
-    overrides = [*SMOLLM2, "tracking=none", "evaluation.at_end=false"]
+    overrides = [*SMOLLM2, "evaluation.at_end=false"]
     rlpost(work, *overrides, "run_dir=runs/smol")
-    kill_in_a_step(work, "runs/smol-killed", 1, *overrides)
+    kill_in_a_step(work, "runs/smol-killed", 1, *overrides, "checkpoint.every=1")
     rlpost(work, "run_dir=runs/smol-killed", "resume=true")
     assert exact(work / "runs/smol-killed") == exact(work / "runs/smol")
-    assert_equal(weights(work / "runs/smol-killed", 3), weights(work / "runs/smol", 3))
+    assert_equal(weights(work / "runs/smol-killed", 2), weights(work / "runs/smol", 2))
     assert all(row["rollout/logprob_diff_max"] < 1e-3 for row in rows(work / "runs/smol"))
