@@ -3,8 +3,10 @@
 Everything downstream (engines, trainer, tokenizer) reads that directory and knows no other source.
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -121,8 +123,9 @@ class GGUFPackage:
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        log.info("converting %s to float32, once, into %s", self.file, target.parent)
-        quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=self.file, dtype=torch.float32)
+        log.warning("converting %s to float32, once (about half a minute)", self.file)
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar a tensor, which no setting turns off
+            quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=self.file, dtype=torch.float32)
         settings = {k: v for k, v in quantized.config.to_dict().items() if k != "quantization_config"}
         # The model as loaded cannot be saved (it counts as quantised): its weights go into a fresh one.
         plain = type(quantized)(type(quantized.config).from_dict(settings))
