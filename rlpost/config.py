@@ -17,14 +17,19 @@ from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rlpost.errors import UserError
+from rlpost.plugins import split_path
 from rlpost.suggest import nearest
-from rlpost.targets import check_target
+from rlpost.targets import check_target, read_signature
 
 
 @dataclass
 class KLConfig:
     coef: float = 0.0  # over 0 loads a reference model
-    estimator: str = "k3"  # k1, k2, k3
+    place: str = "loss"  # or "reward": the sequence's k1 estimate is taken off its reward
+    estimator: str = "k3"  # k1, k2, k3 (in the loss)
+    unbiased: bool = False  # the estimate times the ratio, whose gradient is the KL's own (in the loss)
+    reference_every: int = 0  # steps between moves of the reference towards the policy; 0: it stays
+    reference_mix: float = 1.0  # how far it moves: 1 all the way
     reducer: str = "sequence_mean"  # or "same": weighed like the policy gradient
 
 
@@ -32,8 +37,14 @@ class KLConfig:
 class AlgorithmConfig:
     advantage: Any = MISSING
     loss: Any = MISSING
+    multi_reward: str = "sum_then_normalize"  # or normalize_then_sum: each function's own advantages, summed
+    corrections: dict[str, Any] = field(default_factory=dict)  # by name: objective/<name>_cut
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
+    top_entropy_share: float | None = None  # tokens of the highest entropy that give a policy gradient; null: all
+    filter: Any = None  # a group filter; null keeps every group
+    max_attempts: int = 1  # rounds of sampling to fill a step whose groups the filter leaves out
+    reward_processing: dict[str, Any] = field(default_factory=dict)  # by name, in order
     num_mini_batches: int = 1  # optimizer steps a pass over the rollout batch makes
     num_epochs: int = 1  # passes over it
     mask_truncated: bool = False  # completions cut by the length limit give no gradient
@@ -181,6 +192,11 @@ def target_nodes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any], frozens
     keys = ["algorithm.advantage", "algorithm.loss", "reducer", "model", "task", "cluster"]
     for key in keys:
         yield key, _plain_node(cfg, key), frozenset()
+    if cfg.algorithm.filter is not None:
+        yield "algorithm.filter", _plain_node(cfg, "algorithm.filter"), frozenset()
+    for group in ("algorithm.corrections", "algorithm.reward_processing"):
+        for name in OmegaConf.select(cfg, group):
+            yield f"{group}.{name}", _plain_node(cfg, f"{group}.{name}"), frozenset()
     yield "rollout.engine", _plain_node(cfg, "rollout.engine"), ENGINE_PARAMETERS
     for name, node in reward_nodes(cfg).items():
         node = {k: v for k, v in node.items() if k != "weight"}
@@ -204,8 +220,25 @@ def validate(cfg: DictConfig) -> None:
     for key, node, injected in target_nodes(cfg):
         _check_allowed(node, key, cfg)
         check_target(node, key, injected)
+    if str(cfg.reducer._target_).endswith(".FunctionReducer"):
+        _check_reducer_function(cfg)
     _check_ranges(cfg)
     _check_sizes(cfg)
+
+
+def _check_reducer_function(cfg: DictConfig) -> None:
+    """The function behind reducer=function: its package is allowed, it exists, and it takes the four arguments."""
+    path = str(cfg.reducer.path)
+    module_name, name = split_path(path, "reducer.path")
+    package = Path(module_name).stem if module_name.endswith(".py") else module_name.split(".", 1)[0]
+    if package not in cfg.plugins.allow:
+        raise UserError(f"reducer.path={path}: add {package} to plugins.allow to import it: plugins.allow=[{package}]")
+    signature = read_signature(module_name, name, "reducer.path")
+    expected = ["total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"]
+    if signature is not None and list(signature.parameters)[:4] != expected:
+        raise UserError(
+            f"reducer.path={path}: takes ({', '.join(signature.parameters)}); expected ({', '.join(expected)}=False)"
+        )
 
 
 def _check_missing(cfg: DictConfig) -> None:
@@ -240,7 +273,13 @@ def _check_allowed(node: Mapping[str, Any], key: str, cfg: DictConfig) -> None:
 def _check_ranges(cfg: DictConfig) -> None:
     at_least_one = [
         *("steps", "prompts_per_step", "samples_per_prompt", "algorithm.num_mini_batches"),
-        *("algorithm.num_epochs", "prompt.max_tokens", "rollout.max_tokens", "trainer.micro_batch_tokens"),
+        *(
+            "algorithm.num_epochs",
+            "algorithm.max_attempts",
+            "prompt.max_tokens",
+            "rollout.max_tokens",
+            "trainer.micro_batch_tokens",
+        ),
         *("evaluation.num_samples", "evaluation.max_prompts"),
     ]
     for key in at_least_one:
@@ -249,6 +288,7 @@ def _check_ranges(cfg: DictConfig) -> None:
         *("algorithm.kl.coef", "algorithm.entropy_coef", "rollout.temperature", "rollout.top_k", "optimizer.lr"),
         *("optimizer.eps", "optimizer.weight_decay", "optimizer.warmup_steps", "evaluation.every", "seed"),
         *("evaluation.temperature", "checkpoint.every", "tracking.completions_every"),
+        "algorithm.kl.reference_every",
     ]
     for key in not_negative:
         _require(cfg, key, lambda v: v >= 0 and math.isfinite(v), "a finite number, at least 0")
@@ -260,6 +300,8 @@ def _check_ranges(cfg: DictConfig) -> None:
     for key in ("optimizer.max_grad_norm", "rollout.max_logprob_diff", "checkpoint.keep"):
         _require(cfg, key, lambda v: v is None or v > 0, "a number over 0, or null")
     choices = {
+        "algorithm.multi_reward": ["sum_then_normalize", "normalize_then_sum"],
+        "algorithm.kl.place": ["loss", "reward"],
         "algorithm.kl.estimator": ["k1", "k2", "k3"],
         "algorithm.kl.reducer": ["sequence_mean", "same"],
         "prompt.template": ["chat", "plain"],
@@ -273,7 +315,9 @@ def _check_ranges(cfg: DictConfig) -> None:
         if value not in valid:
             raise UserError(f"{key}={value}: {_choice(value, valid)}")
     if "divisor" in cfg.reducer:
-        _require(cfg, "reducer.divisor", lambda v: v > 0, "a number over 0")
+        _require(cfg, "reducer.divisor", lambda v: v == "max_tokens" or v > 0, "a number over 0, or max_tokens")
+    _require(cfg, "algorithm.top_entropy_share", lambda v: v is None or 0 < v <= 1, "a number over 0 and at most 1")
+    _require(cfg, "algorithm.kl.reference_mix", lambda v: 0 < v <= 1, "a number over 0 and at most 1")
 
 
 def _check_sizes(cfg: DictConfig) -> None:
@@ -296,6 +340,19 @@ def _check_sizes(cfg: DictConfig) -> None:
             f"prompts_per_step={cfg.prompts_per_step} does not divide over cluster.num_processes={num_processes} x "
             f"algorithm.num_mini_batches={cfg.algorithm.num_mini_batches}; use a multiple of {share}"
         )
+    if cfg.algorithm.max_attempts > 1 and cfg.algorithm.filter is None:
+        raise UserError(
+            f"algorithm.max_attempts={cfg.algorithm.max_attempts} has nothing to refill: set "
+            "algorithm.filter._target_=rlpost.filters.VariedRewards"
+        )
+    if cfg.algorithm.multi_reward == "normalize_then_sum":
+        changed = "algorithm.reward_processing" if cfg.algorithm.reward_processing else None
+        if cfg.algorithm.kl.place == "reward" and cfg.algorithm.kl.coef > 0:
+            changed = "algorithm.kl.place=reward"
+        if changed:
+            raise UserError(
+                f"algorithm.multi_reward=normalize_then_sum leaves no summed reward for {changed} to change"
+            )
     grouped = str(cfg.algorithm.advantage.get("_target_", "")).endswith(".GroupAdvantage")
     if cfg.samples_per_prompt < 2 and grouped:
         raise UserError(

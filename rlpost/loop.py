@@ -1,7 +1,8 @@
 """The RL loop, on one screen."""
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ import torch
 
 from rlpost.data.stream import PromptStream
 from rlpost.evaluate import Correctness, Evaluator
+from rlpost.filters import GroupFilter, RewardProcessor
 from rlpost.metrics import rollout_metrics
-from rlpost.objective.advantages import Advantage
+from rlpost.objective.advantages import Advantage, Stateful, normalize_then_sum
 from rlpost.progress import StepProgress
 from rlpost.rewards.combine import RewardSum
 from rlpost.rollout.engine import Engine, Sampling, sample_groups
@@ -21,6 +23,8 @@ from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.policy import Policy
 from rlpost.types import Rollout
 
+log = logging.getLogger(__name__)
+
 
 class Interrupted(Exception):  # noqa: N818 - a request to stop, not an error
     """A signal asked the run to stop; its last whole step is in a checkpoint."""
@@ -28,11 +32,22 @@ class Interrupted(Exception):  # noqa: N818 - a request to stop, not an error
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Attributes: eval_every, checkpoint_every: steps between them, 0 for never (but for the ends)."""
+    """What the loop does when.
+
+    Attributes:
+        max_attempts: rounds of sampling to fill a step whose groups a filter leaves out.
+        kl_in_reward: weight of the sequence's k1 estimate, taken off its reward; 0 is off.
+        normalize_each_reward: advantages of each reward function, summed, instead of those of the summed reward.
+        eval_every, checkpoint_every: steps between them, 0 for never (but for the ends).
+    """
 
     steps: int
+    prompts_per_step: int
     samples_per_prompt: int
     seed: int
+    max_attempts: int = 1
+    kl_in_reward: float = 0.0
+    normalize_each_reward: bool = False
     eval_every: int = 0
     eval_at_start: bool = False
     eval_at_end: bool = True
@@ -56,6 +71,8 @@ class Loop:
     settings: LoopSettings
     tracker: Tracker | None  # on the main rank
     stop_requested: Callable[[], bool]
+    group_filter: GroupFilter | None = None
+    reward_processing: Sequence[RewardProcessor] = ()
     step: int = 0
     tokens: int = 0
 
@@ -84,30 +101,25 @@ class Loop:
 
     def _one_step(self, step: int, progress: StepProgress) -> dict[str, float]:
         s = self.settings
-        seconds: dict[str, float] = {}
+        seconds = {"rollout": 0.0, "reward": 0.0}
         drawn = self.stream.state_dict()
         started = time.perf_counter()
-        with _timed(seconds, "rollout"):
-            progress.phase(step, "rollout")
-            prompts = self.stream.next_step()
-            mine = distributed.share_of(prompts)
-            rollouts = sample_groups(self.engine, mine, s.samples_per_prompt, self.sampling, s.seed, step)
-        with _timed(seconds, "reward"):
-            progress.phase(step, "reward")
-            self.reward.score(rollouts)
-            self._set_advantages(rollouts)
+        sampled, group_ids, sampling_metrics = self._sample(step, seconds, progress)
+        rollouts = [rollout for rollout in sampled if rollout.kept]
         if distributed.any_rank(self.stop_requested()):  # nothing has changed yet: this step can be done again
             self.stream.load_state_dict(drawn)
             self._stop_if_asked()
+        with _timed(seconds, "reward"):
+            self._set_advantages(rollouts)
         with _timed(seconds, "update"):
             progress.phase(step, "update")
-            metrics = self.policy.update(rollouts, [prompt.group_id for prompt in prompts], step)
+            metrics = self.policy.update(rollouts, group_ids, step)
         with _timed(seconds, "sync"):
             progress.phase(step, "weight sync")
             self.engine.load_weights(self.policy.named_weights())
 
         seconds["step"] = time.perf_counter() - started
-        num_tokens = sum(len(r.completion.token_ids) for r in rollouts)
+        num_tokens = sum(len(r.completion.token_ids) for r in sampled)
         total = int(distributed.sum_over_ranks({"tokens": num_tokens})["tokens"])
         self.step, self.tokens = step, self.tokens + total
         due = (s.eval_every and step % s.eval_every == 0) or (s.eval_at_end and step == s.steps)
@@ -116,9 +128,10 @@ class Loop:
             with _timed(seconds, "evaluation"):
                 progress.phase(step, "evaluation")
                 evaluation = self.evaluator()
-        everyones = [r for share in distributed.gather_to_main(rollouts) for r in share]
+        everyones = [r for share in distributed.gather_to_main(sampled) for r in share]
         if self.tracker:
             metrics.update(rollout_metrics(everyones, self.correct))
+            metrics.update(sampling_metrics)
             metrics.update(evaluation)
             metrics.update({f"time/{name}": value for name, value in seconds.items()})
             metrics["rollout/tokens_per_s"] = total / seconds["rollout"]
@@ -129,11 +142,89 @@ class Loop:
             progress.step(step, metrics)
         return evaluation
 
+    def _sample(
+        self, step: int, seconds: dict[str, float], progress: StepProgress
+    ) -> tuple[list[Rollout], list[int], dict[str, float]]:
+        """Rollouts with rewards, until `prompts_per_step` groups pass the filter or the attempts are used up.
+
+        Returns: this rank's rollouts, those to train on marked as kept; the kept groups of all ranks; metrics.
+        """
+        s = self.settings
+        sampled: list[Rollout] = []
+        kept_ids: list[int] = []
+        all_ids: list[int] = []
+        attempts = 0
+        while len(kept_ids) < s.prompts_per_step and attempts < s.max_attempts:
+            attempts += 1
+            prompts = self.stream.draw(s.prompts_per_step - len(kept_ids))
+            all_ids += [prompt.group_id for prompt in prompts]
+            with _timed(seconds, "rollout"):
+                progress.phase(step, "rollout" if attempts == 1 else f"rollout, attempt {attempts}")
+                mine = distributed.share_of(prompts)
+                rollouts = sample_groups(self.engine, mine, s.samples_per_prompt, self.sampling, s.seed, step)
+            with _timed(seconds, "reward"):
+                progress.phase(step, "reward")
+                self.reward.score(rollouts)
+                for process in self.reward_processing:
+                    for rollout, value in zip(rollouts, process(rollouts), strict=True):
+                        rollout.reward = value
+                sampled += rollouts
+                kept_ids += self._filter(rollouts)
+        if self.group_filter is None:
+            return sampled, kept_ids, {}
+        missing = s.prompts_per_step - len(kept_ids)
+        if missing:
+            log.warning(
+                "step %d: %d of %d groups passed the filter within %d attempts; training on these%s",
+                *(
+                    step,
+                    len(kept_ids),
+                    s.prompts_per_step,
+                    attempts,
+                    "" if kept_ids else ": on all of them, unfiltered",
+                ),
+            )
+        metrics = {
+            "sampling/attempts": attempts,
+            "sampling/filtered_groups": len(all_ids) - len(kept_ids),
+            "sampling/gave_up": float(missing > 0),
+        }
+        if not kept_ids:  # an update needs something to update on
+            for rollout in sampled:
+                rollout.kept = True
+            kept_ids = all_ids
+        return sampled, kept_ids, metrics
+
+    def _filter(self, rollouts: list[Rollout]) -> list[int]:
+        """Mark each group as kept or not. Returns: the kept groups' ids over all ranks."""
+        groups: dict[int, list[Rollout]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.prompt.group_id, []).append(rollout)
+        for group in groups.values():
+            keep = self.group_filter is None or self.group_filter(group)
+            for rollout in group:
+                rollout.kept = keep
+        kept = [group_id for group_id, group in groups.items() if group[0].kept]
+        return sorted(group_id for share in distributed.gather_all(kept) for group_id in share)
+
     def _set_advantages(self, rollouts: list[Rollout]) -> None:
-        """A group's samples are all on one rank, so its advantages need no other."""
-        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
-        group_ids = torch.tensor([r.prompt.group_id for r in rollouts])
-        for rollout, value in zip(rollouts, self.advantage(rewards, group_ids).tolist(), strict=True):
+        """Advantages see the whole step: every rank computes all of them and takes its own."""
+        s = self.settings
+        if s.kl_in_reward:
+            for rollout, kl in zip(rollouts, self.policy.sequence_kl(rollouts), strict=True):
+                rollout.reward -= s.kl_in_reward * kl
+        mine = [(r.prompt.group_id, r.reward, list(r.rewards.values())) for r in rollouts]
+        shares = distributed.gather_all(mine)
+        everyones = [row for share in shares for row in share]
+        group_ids = torch.tensor([group_id for group_id, _, _ in everyones])
+        if s.normalize_each_reward:
+            rewards = torch.tensor([each for _, _, each in everyones], dtype=torch.float64)
+            advantages = normalize_then_sum(self.advantage, rewards, self.reward.weights, group_ids)
+        else:
+            total = torch.tensor([reward for _, reward, _ in everyones], dtype=torch.float64)
+            advantages = self.advantage(total, group_ids)
+        first = sum(len(share) for share in shares[: distributed.rank()])
+        for rollout, value in zip(rollouts, advantages[first : first + len(mine)].tolist(), strict=True):
             rollout.advantage = value
 
     def _stop_if_asked(self) -> None:
@@ -144,6 +235,8 @@ class Loop:
     def save(self) -> None:
         run_id = self.tracker.mlflow_run_id if self.tracker else None
         state = {"stream": self.stream.state_dict(), "tokens": self.tokens, "mlflow_run_id": run_id}
+        if isinstance(self.advantage, Stateful):
+            state["advantage"] = self.advantage.state_dict()
         self.checkpoints.save(self.policy, self.step, state)
 
 
@@ -151,4 +244,4 @@ class Loop:
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
-    seconds[name] = time.perf_counter() - started
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started

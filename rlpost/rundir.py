@@ -28,9 +28,7 @@ class RunDir:
         Raises: UserError if the directory holds a run already.
         """
         if self.has_run:
-            raise UserError(
-                f"run_dir={self.path} holds a run already; resume=true goes on with it, or choose another"
-            )
+            raise UserError(f"run_dir={self.path} holds a run already; resume=true goes on with it, or choose another")
         self.path.mkdir(parents=True, exist_ok=True)
         self.write_config(cfg, overrides)
         self.set_state("starting")

@@ -43,7 +43,7 @@ def check_target(node: Mapping[str, Any], key: str, injected: frozenset[str] = f
     Raises: UserError naming the key and the nearest valid one.
     """
     target = node["_target_"]
-    signature = read_signature(target, key)
+    signature = read_signature(*target.rpartition(".")[::2], f"{key}._target_")
     if signature is None or node.get("_args_"):
         return
     given = {name: value for name, value in node.items() if name not in SPECIAL_KEYS}
@@ -63,17 +63,17 @@ def check_target(node: Mapping[str, Any], key: str, injected: frozenset[str] = f
             raise UserError(f"{key}.{name} is missing: {target} needs it; set {key}.{name}=...")
 
 
-def read_signature(target: str, key: str) -> Signature | None:
-    """The signature of a dotted target; None if its source does not tell.
+def read_signature(module_name: str, name: str, key: str) -> Signature | None:
+    """The signature of a function or class of a module (or a .py file); None if the source does not tell.
 
     Raises: UserError if the module or the name in it does not exist.
     """
-    module_name, _, name = target.rpartition(".")
-    path = _module_file(module_name) if module_name else None
-    if path is None:
+    where = f"{key}={module_name}.{name}"
+    path = Path(module_name) if module_name.endswith(".py") else _module_file(module_name) if module_name else None
+    if path is None or not path.is_file():
         if module_name and _importable(module_name):
             return None
-        raise UserError(f"{key}._target_={target}: there is no module {module_name or target!r} on the Python path")
+        raise UserError(f"{where}: there is no module {module_name or name!r} on the Python path")
     if path.suffix != ".py":
         return None
     module = ast.parse(path.read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def read_signature(target: str, key: str) -> Signature | None:
         names = [n for n in _defined_names(module) if not n.startswith("_")]
         if name in names:
             return None
-        raise UserError(f"{key}._target_={target}: {module_name} has no {name!r}{nearest(name, names)}")
+        raise UserError(f"{where}: {module_name} has no {name!r}{nearest(name, names)}")
     if isinstance(definition, ast.ClassDef):
         return _class_signature(definition, module, module_name)
     return _function_signature(definition, skip_first=False)
@@ -192,7 +192,7 @@ def _base_signature(name: str, module: ast.Module, module_name: str) -> Signatur
             for alias in statement.names:
                 if (alias.asname or alias.name) == name:
                     try:
-                        return read_signature(f"{statement.module}.{alias.name}", module_name)
+                        return read_signature(statement.module, alias.name, module_name)
                     except UserError:
                         return None
     return None

@@ -71,6 +71,7 @@ def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
             "reward": r.reward,
             **{f"reward/{name}": r.rewards.get(name) for name in functions},
             "advantage": r.advantage,
+            "kept": r.kept,
             "finish_reason": r.completion.finish_reason,
             "num_tokens": len(r.completion.token_ids),
             "prompt_token_ids": list(r.prompt.token_ids),

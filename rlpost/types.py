@@ -56,6 +56,7 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)  # per function, NaN where it does not apply
     reward: float = float("nan")  # weighted sum over the functions that apply
     advantage: float = 0.0
+    kept: bool = True  # False: sampled and scored, but left out of training by a filter
 
     @property
     def answer_text(self) -> str:
@@ -77,8 +78,11 @@ class TokenView:
     """What a reducer may know of a micro-batch's completion tokens."""
 
     sequence_index: Tensor  # [T] int64, in 0 .. B-1
+    token_index: Tensor  # [T] int64, the token's place in its whole completion
     loss_mask: Tensor  # [T] bool
     active_lengths: Tensor  # [B] int64, active tokens of each whole sequence, however it was split
+    prompt_lengths: Sequence[int]  # [B]
+    completion_masks: Sequence[Tensor]  # [B] of [length] bool: the loss mask of each whole completion
 
 
 @dataclass
@@ -99,19 +103,30 @@ class PackedBatch:
     predictor_index: Tensor  # [T] int64 into [R * W]: the position whose output predicts the token
     target_ids: Tensor  # [T] int64
     sequence_index: Tensor  # [T] int64 in 0 .. B-1
+    token_index: Tensor  # [T] int64, the token's place in its completion
     loss_mask: Tensor  # [T] bool
     rollout_logprobs: Tensor  # [T] float32
 
     active_lengths: Tensor  # [B] int64
-    advantages: Tensor  # [B] float32
+    advantages: Tensor  # [B] float64
+    prompt_lengths: Sequence[int]  # [B]
+    completion_masks: Sequence[Tensor]  # [B] of [length] bool
     rollout_ids: Sequence[int]  # [B] index of each sequence among the rollouts that were packed
 
     old_logprobs: Tensor | None = None  # [T], by the trainer before the update; None: take the current ones
     ref_logprobs: Tensor | None = None  # [T], by the reference model; None: no reference
+    keep: Tensor | None = None  # [T] bool, tokens with a policy gradient; None: all (top-entropy mask)
 
     @property
     def tokens(self) -> TokenView:
-        return TokenView(self.sequence_index, self.loss_mask, self.active_lengths)
+        return TokenView(
+            self.sequence_index,
+            self.token_index,
+            self.loss_mask,
+            self.active_lengths,
+            self.prompt_lengths,
+            self.completion_masks,
+        )
 
     @property
     def num_positions(self) -> int:

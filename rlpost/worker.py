@@ -24,6 +24,7 @@ from rlpost.errors import UserError
 from rlpost.evaluate import Correctness, Evaluator
 from rlpost.loop import Interrupted, Loop, LoopSettings
 from rlpost.models import context_of, end_token_ids, load_tokenizer
+from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
 from rlpost.progress import StepProgress
 from rlpost.rewards.combine import RewardSum
@@ -144,7 +145,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     )
     correct = Correctness(cfg.evaluation.correct_function or next(iter(weights)), cfg.evaluation.correct_threshold)
     loop = Loop(
-        stream=PromptStream(prompts, cfg.prompts_per_step, cfg.seed),
+        stream=PromptStream(prompts, cfg.seed),
         engine=engine,
         reward=reward,
         advantage=advantage,
@@ -169,8 +170,12 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         checkpoints=checkpoints,
         settings=LoopSettings(
             steps=cfg.steps,
+            prompts_per_step=cfg.prompts_per_step,
             samples_per_prompt=cfg.samples_per_prompt,
             seed=cfg.seed,
+            max_attempts=cfg.algorithm.max_attempts,
+            kl_in_reward=cfg.algorithm.kl.coef if cfg.algorithm.kl.place == "reward" else 0.0,
+            normalize_each_reward=cfg.algorithm.multi_reward == "normalize_then_sum",
             eval_every=cfg.evaluation.every,
             eval_at_start=cfg.evaluation.at_start,
             eval_at_end=cfg.evaluation.at_end,
@@ -179,11 +184,15 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         ),
         tracker=tracker,
         stop_requested=stop,
+        group_filter=None if cfg.algorithm.filter is None else build(cfg.algorithm.filter),
+        reward_processing=[build(node) for node in cfg.algorithm.reward_processing.values()],
     )
     if latest:
         state = checkpoints.load(latest, policy)
         loop.step, loop.tokens = state["step"], state["tokens"]
         loop.stream.load_state_dict(state["stream"])
+        if "advantage" in state:
+            advantage.load_state_dict(state["advantage"])
         engine.load_weights(policy.named_weights())
     if tracker:
         tracker.resume_after(loop.step)
@@ -201,8 +210,10 @@ def _objective(cfg: DictConfig) -> Objective:
     return Objective(
         loss=build(cfg.algorithm.loss),
         reducer=build(cfg.reducer),
-        kl_coef=cfg.algorithm.kl.coef,
+        corrections={name: build(node) for name, node in cfg.algorithm.corrections.items()},
+        kl_coef=cfg.algorithm.kl.coef if cfg.algorithm.kl.place == "loss" else 0.0,
         kl_estimator=cfg.algorithm.kl.estimator,
+        kl_unbiased=cfg.algorithm.kl.unbiased,
         kl_reducer=cfg.algorithm.kl.reducer,
         entropy_coef=cfg.algorithm.entropy_coef,
     )
@@ -213,10 +224,11 @@ def _policy(
 ) -> Policy:
     torch.manual_seed(cfg.seed)
     mesh = distributed.data_mesh()
+    distribution = SamplingDistribution(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
     def scorer(checkpointing: bool) -> trainer_model.TokenScorer:
         language_model = trainer_model.load(directory, trust_remote_code).to(distributed.device())
-        return trainer_model.shard(language_model, sampling.temperature, mesh, cfg.trainer.precision, checkpointing)
+        return trainer_model.shard(language_model, distribution, mesh, cfg.trainer.precision, checkpointing)
 
     policy_scorer = scorer(cfg.trainer.activation_checkpointing)
     reference = scorer(False) if cfg.algorithm.kl.coef > 0 else None
@@ -227,8 +239,8 @@ def _policy(
     max_logprob_diff = cfg.rollout.max_logprob_diff
     if not sampling.is_plain and max_logprob_diff is not None:
         log.warning(
-            "top_p, top_k, min_p or a repetition penalty samples from a changed distribution: the engine's "
-            "log-probabilities differ from the trainer's by design, so rollout.max_logprob_diff is not enforced"
+            "top_p, top_k, min_p or a repetition penalty: the engine's log-probabilities are of a distribution whose "
+            "edges the trainer's rounding can miss, so rollout.max_logprob_diff is reported and not enforced"
         )
         max_logprob_diff = None
     settings = UpdateSettings(
@@ -239,6 +251,9 @@ def _policy(
         layout=cfg.trainer.layout,
         max_grad_norm=o.max_grad_norm,
         mask_truncated=a.mask_truncated,
+        top_entropy_share=a.top_entropy_share,
+        reference_every=a.kl.reference_every,
+        reference_mix=a.kl.reference_mix,
         max_logprob_diff=max_logprob_diff,
         seed=cfg.seed,
     )

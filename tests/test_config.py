@@ -19,6 +19,8 @@ CHOICES = [f"{p.parent.name}={p.stem}" for p in sorted(CONF.glob("*/*.yaml"))]
 # What a choice leaves for its user to say.
 NEEDS = {"model=hf": ["model.path=owner/name"], "task=jsonl": ["task.path=x"], "task=hf": ["task.path=x"]}
 NEEDS["experiment=gsm8k"] = ["task.path=x"]
+EXAMPLE = ROOT / "docs" / "examples" / "miles_reducer.py"
+NEEDS["reducer=function"] = [f"reducer.path={EXAMPLE}:get_pg_loss_reducer", "plugins.allow=[miles_reducer]"]
 
 
 def composed(*overrides: str, config_dir: Path = CONF, name: str = "train") -> DictConfig:
@@ -128,6 +130,25 @@ def test_a_reward_group_that_is_one_target() -> None:
         ("evaluation.num_samples=4", "would sample the same completion again"),
         ("evaluation.correct_function=numbr", "evaluation.correct_function=numbr: did you mean 'number'"),
         ("reward.number.weight=heavy", "reward.number.weight=heavy: expected a finite number"),
+        ("algorithm.max_attempts=3", "algorithm.max_attempts=3 has nothing to refill"),
+        ("algorithm=dapo algorithm.multi_reward=normalize_then_sum", "algorithm.reward_processing to change"),
+        ("algorithm=rloo algorithm.multi_reward=normalize_then_sum", "algorithm.kl.place=reward to change"),
+        ("algorithm.multi_reward=both", "algorithm.multi_reward=both: expected one of sum_then_normalize"),
+        ("algorithm.kl.place=los", "algorithm.kl.place=los: did you mean 'loss'"),
+        ("algorithm.kl.reference_mix=0", "algorithm.kl.reference_mix=0"),
+        ("algorithm.top_entropy_share=1.5", "algorithm.top_entropy_share=1.5"),
+        ("algorithm.filter={a: 1}", "algorithm.filter: expected a mapping with _target_"),
+        ("+algorithm.corrections.tis=3", "algorithm.corrections.tis=3: expected a group option or a mapping"),
+        (
+            "+algorithm.corrections.tis={_target_: rlpost.objective.corrections.ImportanceSampling, hihg: 2}",
+            "algorithm.corrections.tis.hihg: .*did you mean 'high'",
+        ),
+        ("reducer=function", "reducer.path is missing"),
+        ("reducer=function reducer.path=m:f", r"add m to plugins.allow to import it: plugins.allow=\[m\]"),
+        ("reducer=function reducer.path=nodots plugins.allow=[nodots]", "expected package.module:function"),
+        ("reducer=function reducer.path=json:loads plugins.allow=[json]", "takes .s, cls, .*; expected .total_lengths"),
+        ("reducer=function reducer.path=json:lods plugins.allow=[json]", "json has no 'lods'; did you mean 'loads'"),
+        ("reducer=function reducer.path=/no/file.py:f plugins.allow=[file]", "there is no module '/no/file.py'"),
         ("task=jsonl", "task.path is missing; set task.path="),
         ("model=hf", "model.path is missing"),
         ("reward.number._target_=os.system", "plugins.allow=.os."),
@@ -136,7 +157,7 @@ def test_a_reward_group_that_is_one_target() -> None:
 )
 def test_rules_name_their_key(overrides: str, message: str) -> None:
     with pytest.raises(UserError) as error:
-        validate(plain(*overrides.split()))
+        validate(plain(*re.split(r" (?=[\w+./]+=)", overrides)))
     text = str(error.value)
     assert re.search(message, text), text
     assert "\n" not in text

@@ -27,7 +27,7 @@ METRICS = {
     *("completions/length_mean", "completions/length_min", "completions/length_max", "completions/truncated"),
     *("completions/length_terminated", "completions/length_correct", "completions/length_incorrect"),
     *("policy/loss", "policy/entropy", "policy/clip_low", "policy/clip_high", "policy/ratio_mean"),
-    *("policy/ratio_max", "policy/grad_norm", "policy/lr", "rollout/logprob_diff_mean"),
+    *("objective/pg_scale", "policy/ratio_max", "policy/grad_norm", "policy/lr", "rollout/logprob_diff_mean"),
     *("rollout/logprob_diff_max", "rollout/tokens_per_s", "rollout/staleness", "train/tokens_per_s"),
     *("time/rollout", "time/reward", "time/update", "time/sync", "time/step", "memory/rss_gb", "tokens/total"),
 }
@@ -278,8 +278,7 @@ def test_a_users_own_reward_and_one_that_raises(work: Path, monkeypatch: pytest.
     refused = rlpost(work, *own, code=2)
     assert "plugins.allow=[my_rewards]" in refused.stderr
     assert (
-        "did you mean 'word'"
-        in rlpost(work, *own, "plugins.allow=[my_rewards]", "+reward.loud.wordy=1", code=2).stderr
+        "did you mean 'word'" in rlpost(work, *own, "plugins.allow=[my_rewards]", "+reward.loud.wordy=1", code=2).stderr
     )
 
     rlpost(work, *own, "plugins.allow=[my_rewards]", "run_dir=runs/own", "tracking=none")
@@ -293,6 +292,30 @@ def test_a_users_own_reward_and_one_that_raises(work: Path, monkeypatch: pytest.
     assert "Traceback" in (work / "runs/broken/run.log").read_text()
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
     assert client.get_run(status["mlflow_run_id"]).info.status == "FAILED"
+
+
+def test_the_worked_example_of_every_hook(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = Path(__file__).parents[1] / "docs" / "examples"
+    monkeypatch.setenv("PYTHONPATH", str(examples))
+    small = ["model=tiny", "rollout=transformers", "rollout.max_tokens=200", "steps=2", "prompts_per_step=2"]
+    own = ["--config-dir", str(examples / "conf"), "experiment=hooks", *small, "run_dir=runs/hooks", "tracking=none"]
+    rlpost(work, *own)
+    for row in rows(work / "runs/hooks"):
+        share = row["reward/vowels/mean"]
+        assert 0 < share < 1
+        assert row["reward/mean"] == pytest.approx(share / (1 + share), rel=0.1)  # squashed
+        assert row["objective/unlikely_cut"] == 0.0
+        assert row["sampling/attempts"] == 1
+        assert row["objective/pg_scale"] > 2  # the root of the length weighs more than the length
+
+
+def test_a_file_reducer_trains_like_drgrpo(work: Path) -> None:
+    file = Path(__file__).parents[1] / "docs" / "examples" / "miles_reducer.py"
+    common = [*TINY, "rollout=transformers", "tracking=none", "steps=2", "evaluation.at_end=false"]
+    path = [f"reducer.path={file}:get_pg_loss_reducer", "plugins.allow=[miles_reducer]"]
+    rlpost(work, *common, "reducer=function", *path, "run_dir=runs/file")
+    rlpost(work, *common, "reducer=drgrpo", "run_dir=runs/constant")
+    assert exact(work / "runs/file") == exact(work / "runs/constant")
 
 
 @pytest.mark.parametrize(
@@ -316,15 +339,13 @@ def test_what_a_user_gets_wrong_is_one_line_and_exit_code_2(
     overrides: Sequence[str], message: str, tmp_path: Path
 ) -> None:
     result = rlpost(tmp_path, *overrides, "run_dir=run", code=2)
-    lines = [
-        line for line in result.stderr.splitlines() if "prompts are over prompt.max_tokens=1 and were" not in line
-    ]
+    lines = [line for line in result.stderr.splitlines() if "prompts are over prompt.max_tokens=1 and were" not in line]
     assert len(lines) == 1, result.stderr
     assert message in lines[0]
 
 
 def test_help_and_cfg_answer(tmp_path: Path) -> None:
-    assert "reducer: drgrpo, grpo, sum, token_mean" in rlpost(tmp_path, "--help").stdout
+    assert "reducer: drgrpo, function, grpo, sum, token_mean" in rlpost(tmp_path, "--help").stdout
     assert "divisor: 64" in rlpost(tmp_path, "--cfg", "job", "reducer=drgrpo", "reducer.divisor=64").stdout
 
 

@@ -98,13 +98,13 @@ def test_injected_parameters_are_not_the_users() -> None:
 
 def test_modules_that_are_not_there() -> None:
     with pytest.raises(UserError, match="no module 'nowhere'"):
-        read_signature("nowhere.Thing", "key")
+        read_signature("nowhere", "Thing", "key")
     with pytest.raises(UserError, match=r"no module 'pkg\.nowhere'"):
-        read_signature("pkg.nowhere.Thing", "key")
+        read_signature("pkg.nowhere", "Thing", "key")
 
 
 def test_compiled_modules_cannot_be_read() -> None:
-    assert read_signature("math.sqrt", "key") is None
+    assert read_signature("math", "sqrt", "key") is None
 
 
 @pytest.mark.parametrize(

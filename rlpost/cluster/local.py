@@ -37,8 +37,7 @@ class Local:
             [sys.executable, *worker], env=environment, start_new_session=True, preexec_fn=_die_with_parent
         )
         previous = {
-            s: signal.signal(s, lambda number, _: process.send_signal(number))
-            for s in (signal.SIGINT, signal.SIGTERM)
+            s: signal.signal(s, lambda number, _: process.send_signal(number)) for s in (signal.SIGINT, signal.SIGTERM)
         }
         try:
             code = process.wait()

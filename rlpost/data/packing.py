@@ -80,8 +80,8 @@ def _batch(rows: Sequence[Row], rollouts: Sequence[Rollout], loss_masks: Sequenc
     position_ids = torch.zeros(shape, dtype=torch.int64)
     group_index = torch.full(shape, -1, dtype=torch.int64)
     segment_index = torch.zeros(shape, dtype=torch.int64)
-    predictors, targets, sequence_index, masks, logprobs = [], [], [], [], []
-    active_lengths, advantages, rollout_ids = [], [], []
+    predictors, targets, sequence_index, token_index, masks, logprobs = [], [], [], [], [], []
+    active_lengths, advantages, prompt_lengths, rollout_ids = [], [], [], []
 
     for r, row in enumerate(rows):
         prompt = rollouts[row.rollout_ids[0]].prompt.token_ids
@@ -102,10 +102,12 @@ def _batch(rows: Sequence[Row], rollouts: Sequence[Rollout], loss_masks: Sequenc
             predictors.append(r * width + torch.tensor([n - 1, *range(start, start + size - 1)]))
             targets.append(ids)
             sequence_index.append(torch.full((size,), len(rollout_ids)))
+            token_index.append(torch.arange(size))
             masks.append(torch.full((size,), loss_masks[index]))
             logprobs.append(torch.tensor(completion.rollout_logprobs, dtype=torch.float32))
             active_lengths.append(size if loss_masks[index] else 0)
             advantages.append(rollouts[index].advantage)
+            prompt_lengths.append(n)
             rollout_ids.append(index)
             start += size
 
@@ -117,10 +119,13 @@ def _batch(rows: Sequence[Row], rollouts: Sequence[Rollout], loss_masks: Sequenc
         predictor_index=torch.cat(predictors),
         target_ids=torch.cat(targets),
         sequence_index=torch.cat(sequence_index),
+        token_index=torch.cat(token_index),
         loss_mask=torch.cat(masks),
         rollout_logprobs=torch.cat(logprobs),
         active_lengths=torch.tensor(active_lengths),
-        advantages=torch.tensor(advantages, dtype=torch.float32),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        prompt_lengths=prompt_lengths,
+        completion_masks=masks,
         rollout_ids=rollout_ids,
     )
 
@@ -136,10 +141,13 @@ def empty_batch() -> PackedBatch:
         predictor_index=none,
         target_ids=none,
         sequence_index=none,
+        token_index=none,
         loss_mask=none.bool(),
         rollout_logprobs=none.float(),
         active_lengths=none,
-        advantages=none.float(),
+        advantages=none.double(),
+        prompt_lengths=[],
+        completion_masks=[],
         rollout_ids=[],
     )
 

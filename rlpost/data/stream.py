@@ -14,16 +14,15 @@ class PromptStream:
     Every prompt drawn gets a group id of its own, so the same prompt drawn twice makes two groups.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         self._prompts = prompts
-        self._prompts_per_step = prompts_per_step
         self._seed = seed
         self._position = 0  # prompts drawn so far
         self._order: tuple[int, np.ndarray] | None = None  # (pass, its order)
 
-    def next_step(self) -> list[Prompt]:
-        """The next `prompts_per_step` prompts."""
-        drawn = range(self._position, self._position + self._prompts_per_step)
+    def draw(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+        drawn = range(self._position, self._position + count)
         self._position = drawn.stop
         return [replace(self._prompts[self._index(position)], group_id=position) for position in drawn]
 

@@ -96,9 +96,7 @@ class ReasoningGym:
                 f"task.dataset={self.dataset}: reasoning-gym has no such dataset{nearest(self.dataset, DATASETS)}"
             )
         try:
-            dataset = reasoning_gym.create_dataset(
-                self.dataset, size=self.size, seed=self.seed, **dict(self.settings)
-            )
+            dataset = reasoning_gym.create_dataset(self.dataset, size=self.size, seed=self.seed, **dict(self.settings))
             entries = list(dataset)
         except (TypeError, AssertionError, ValueError) as error:
             raise UserError(f"task.settings for reasoning-gym's {self.dataset}: {error}") from error

@@ -1,45 +1,227 @@
-"""Advantages: how much better a completion did than its group."""
+"""Advantages: how much better a completion did than was to be expected.
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+All see the whole step, over all ranks. A reward of NaN (no function applies) is left out of every mean and deviation and
+has advantage 0. All compute in float64. A group of one, and a group whose rewards are all equal, give exactly 0 wherever
+the baseline is the group's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
 class Advantage(Protocol):
-    def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor: ...  # [N], [N] int64 -> [N]
+    def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor: ...  # [N] float64, [N] int64 -> [N] float64
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An advantage that remembers earlier steps; checkpoints keep its state."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
 class GroupAdvantage:
-    """Reward minus the group's mean, over the group's standard deviation (GRPO, arXiv:2402.03300, eq. 4.1.2).
+    """Reward minus the group's mean, over a standard deviation (GRPO, arXiv:2402.03300, sec. 4.1.2).
 
-    A = (r - mean) / (std + eps) with the sample standard deviation (n - 1), or A = r - mean with
-    `normalize="none"` (Dr. GRPO, arXiv:2503.20783). Computed in float64.
+    A = (r - mean_group) / (std + eps). Deviations are sample deviations (n - 1).
 
-    A reward of NaN (no reward function applies) is left out of its group's mean and deviation and has
-    advantage 0. A group of one, and a group whose rewards are all equal, have advantage exactly 0.
+    Attributes:
+        normalize: "group": by the group's deviation; "batch": by that of all rewards of the step; "none": A = r -
+            mean_group (Dr. GRPO, arXiv:2503.20783).
+        eps: keeps nearly equal rewards from being blown up.
     """
 
-    normalize: Literal["group", "none"] = "group"
+    normalize: Literal["group", "batch", "none"] = "group"
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        if self.normalize not in ("group", "none"):
-            raise ValueError(f"normalize must be 'group' or 'none', not {self.normalize!r}")
-        if self.eps < 0:
-            raise ValueError(f"eps must not be negative, not {self.eps}")
+        if self.normalize not in ("group", "batch", "none"):
+            raise ValueError(f"normalize must be 'group', 'batch' or 'none', not {self.normalize!r}")
+        _check_eps(self.eps)
 
     def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """Args: rewards [N] float, group_ids [N] int64, in any order. Returns: [N] float64."""
-        applies = ~torch.isnan(rewards)
         advantages = torch.zeros(len(rewards), dtype=torch.float64)
-        for group in torch.unique(group_ids):
-            members = (group_ids == group) & applies
-            group_rewards = rewards[members].double()
-            if len(group_rewards) < 2 or group_rewards.min() == group_rewards.max():
-                continue
-            centred = group_rewards - group_rewards.mean()
-            advantages[members] = centred / (group_rewards.std() + self.eps) if self.normalize == "group" else centred
+        batch_std = _std(rewards[~torch.isnan(rewards)].double())
+        for members, group in _varied_groups(rewards, group_ids):
+            centred = group - group.mean()
+            if self.normalize == "group":
+                centred = centred / (group.std() + self.eps)
+            elif self.normalize == "batch":
+                centred = centred / (batch_std + self.eps)
+            advantages[members] = centred
         return advantages
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Reward minus the mean of the group's other rewards (RLOO, arXiv:2402.14740, eq. 8): n / (n - 1) (r - mean)."""
+
+    def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+        advantages = torch.zeros(len(rewards), dtype=torch.float64)
+        for members, group in _varied_groups(rewards, group_ids):
+            n = len(group)
+            advantages[members] = (group - group.mean()) * (n / (n - 1))
+        return advantages
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus:
+    """REINFORCE++ with baseline (arXiv:2501.03262v3, sec. 3.2): r - mean_group, then normalised over the whole step.
+
+    A = (a - mean_step(a)) / (std_step(a) + eps) with a = r - mean_group.
+    """
+
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check_eps(self.eps)
+
+    def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+        applies = ~torch.isnan(rewards)
+        centred = GroupAdvantage(normalize="none")(rewards, group_ids)
+        known = centred[applies]
+        if not known.any():
+            return centred
+        return torch.where(applies, (centred - known.mean()) / (_std(known) + self.eps), 0.0)
+
+
+@dataclass(frozen=True)
+class RawReward:
+    """The reward itself, or with `centre` minus the step's mean reward: plain REINFORCE (Williams, 1992)."""
+
+    centre: bool = False
+
+    def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+        rewards = rewards.double()
+        applies = ~torch.isnan(rewards)
+        baseline = rewards[applies].mean() if self.centre and applies.any() else 0.0
+        return torch.where(applies, rewards - baseline, 0.0)
+
+
+@dataclass
+class BetaNormalized:
+    """Beta normalisation (BNPO, arXiv:2506.02864): advantages for binary rewards, weighed by how hard the prompt is.
+
+    With a group's success rate p, A = (R - p) / BetaPDF(p; alpha, beta). The success rates of the last `window` steps
+    are taken as drawn from Beta(a, b), fitted by moments, and alpha = 1 + a / 3, beta = 1 + b / 3 (at least 1), which
+    minimises the gradient's variance (theorem 1). alpha = beta = 1 is REINFORCE with a baseline, alpha = beta = 3/2 is
+    GRPO up to a constant: the density is then proportional to the deviation sqrt(p (1 - p)).
+
+    Attributes:
+        low, high: the rewards' range, mapped to [0, 1]; a reward outside is refused.
+        window: steps whose success rates are kept.
+        max_weight: bound on 1 / BetaPDF, which grows without one where p is rare.
+        alpha, beta: fixed parameters instead of fitted ones; both or neither.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    window: int = 8
+    max_weight: float = 10.0
+    alpha: float | None = None
+    beta: float | None = None
+    _rates: list[list[float]] = field(default_factory=list, init=False)  # success rates, a list a step
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"low={self.low} must be under high={self.high}")
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, not {self.window}")
+        if not self.max_weight > 0:
+            raise ValueError(f"max_weight must be over 0, not {self.max_weight}")
+        if (self.alpha is None) != (self.beta is None):
+            raise ValueError("alpha and beta are set together, or neither")
+        if self.alpha is not None and not (self.alpha >= 1 and self.beta >= 1):
+            raise ValueError(f"alpha and beta must be at least 1, not {self.alpha} and {self.beta}")
+
+    def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+        """Raises: ValueError for a reward outside low..high."""
+        known = rewards[~torch.isnan(rewards)]
+        if len(known) and not (known.min() >= self.low and known.max() <= self.high):
+            raise ValueError(
+                f"rewards lie in {known.min():g}..{known.max():g}, outside algorithm.advantage.low..high = "
+                f"{self.low:g}..{self.high:g}; state the range they have"
+            )
+        mapped = (rewards.double() - self.low) / (self.high - self.low)
+        groups = list(_groups(mapped, group_ids))
+        self._rates = [*self._rates, [group.mean().item() for _, group in groups]][-self.window :]
+        alpha, beta = self.parameters()
+        advantages = torch.zeros(len(rewards), dtype=torch.float64)
+        for members, group in groups:
+            if group.min() == group.max():
+                continue
+            rate = group.mean()
+            density = torch.distributions.Beta(alpha, beta).log_prob(rate).exp()
+            advantages[members] = (group - rate) * torch.clamp(1 / density, max=self.max_weight)
+        return advantages
+
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        """alpha and beta for the success rates seen: fixed ones, or 1 + a / 3 and 1 + b / 3 from their moments."""
+        if self.alpha is not None and self.beta is not None:
+            return _scalar(self.alpha), _scalar(self.beta)
+        rates = torch.tensor([rate for step in self._rates for rate in step], dtype=torch.float64)
+        if not len(rates):
+            return _scalar(1.0), _scalar(1.0)
+        mean, variance = rates.mean(), rates.var(correction=0)
+        spread = mean * (1 - mean)
+        if not 0 < variance < spread:  # all alike, or all 0 or 1: no beta distribution has these moments
+            return _scalar(1.0), _scalar(1.0)
+        strength = spread / variance - 1
+        return 1 + mean * strength / 3, 1 + (1 - mean) * strength / 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self._rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rates = state["rates"]
+
+
+def normalize_then_sum(advantage: Advantage, rewards: Tensor, weights: Sequence[float], group_ids: Tensor) -> Tensor:
+    """The weighted sum of each reward function's own advantage (GDPO, arXiv:2601.05242), not that of the summed reward.
+
+    Args:
+        rewards: [N, F], NaN where a function does not apply.
+        weights: one a function.
+
+    Returns: [N] float64; 0 for a row of NaN.
+
+    Raises: ValueError for an advantage that keeps a history: it would mix the functions'.
+    """
+    if isinstance(advantage, Stateful):
+        raise ValueError(f"{type(advantage).__name__} keeps one history and cannot be applied to several rewards")
+    columns = [w * advantage(column, group_ids) for w, column in zip(weights, rewards.double().T, strict=True)]
+    return torch.stack(columns).sum(0)
+
+
+def _groups(rewards: Tensor, group_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each group's members to which a reward applies: a mask [N] and their rewards, float64."""
+    applies = ~torch.isnan(rewards)
+    for group in torch.unique(group_ids):
+        members = (group_ids == group) & applies
+        if members.any():
+            yield members, rewards[members].double()
+
+
+def _varied_groups(rewards: Tensor, group_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The groups whose rewards differ: rounding alone must not make an advantage."""
+    return ((m, group) for m, group in _groups(rewards, group_ids) if group.min() != group.max())
+
+
+def _std(values: Tensor) -> Tensor:
+    return values.std() if len(values) > 1 else values.new_zeros(())
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _check_eps(eps: float) -> None:
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, not {eps}")

@@ -1,11 +1,13 @@
 """The step's loss: per-token losses times per-token weights, summed. Nothing else divides."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlpost.objective.corrections import Correction
 from rlpost.objective.losses import ClippedLoss, Loss
 from rlpost.objective.reducers import Reducer, SequenceMean
 from rlpost.objective.regularizers import KLEstimator, kl_estimate
@@ -25,39 +27,60 @@ class Objective:
     """Policy gradient through `reducer`; KL and entropy terms, and all metrics, through the sequence mean.
 
     Attributes:
+        corrections: by name; their multipliers multiply the policy gradient's token losses.
         kl_coef: weight of the KL term towards the reference model; 0 needs no reference.
+        kl_unbiased: multiply the estimate by the ratio pi / pi_old, which makes its gradient the KL's own (DeepSeek-V3.2,
+            arXiv:2512.02556): the gradient of k1 alone is zero on average, that of k3 alone is that of another divergence.
         kl_reducer: "sequence_mean", or "same" to weigh the KL term like the policy gradient.
         entropy_coef: weight of the entropy bonus (subtracted from the loss).
     """
 
     loss: Loss = field(default_factory=ClippedLoss)
     reducer: Reducer = field(default_factory=SequenceMean)
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
+    kl_unbiased: bool = False
     kl_reducer: Literal["sequence_mean", "same"] = "sequence_mean"
     entropy_coef: float = 0.0
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> ObjectiveOutput:
         """Args: logprobs [T] and entropy [T] by the current policy, both with gradient."""
+        tokens = batch.tokens
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         advantages = batch.advantages.to(logprobs.dtype)[batch.sequence_index]
-        token = self.loss(logprobs, old_logprobs, advantages)
-        weights = self.reducer(batch.tokens, totals).to(logprobs.dtype)
-        mean_weights = SequenceMean()(batch.tokens, totals).to(logprobs.dtype)
+        token = self.loss(logprobs, old_logprobs, advantages, tokens)
+        weights = self.reducer(tokens, totals).to(logprobs.dtype)
+        mean_weights = SequenceMean()(tokens, totals).to(logprobs.dtype)
 
-        loss = _weighted_sum(token.loss, weights)
-        sums = {
+        token_loss = token.loss
+        sums: dict[str, Tensor] = {}
+        for name, correction in self.corrections.items():
+            out = correction(logprobs.detach(), old_logprobs, batch.rollout_logprobs, advantages, tokens)
+            token_loss = _scaled(token_loss, out.multiplier)
+            sums[f"objective/{name}_cut"] = _weighted_sum(out.cut.to(logprobs.dtype), mean_weights)
+        if batch.keep is not None:
+            token_loss = _scaled(token_loss, batch.keep.to(logprobs.dtype))
+            sums["objective/top_entropy_cut"] = _weighted_sum((~batch.keep).to(logprobs.dtype), mean_weights)
+
+        loss = _weighted_sum(token_loss, weights)
+        sums |= {
             "policy/entropy": _weighted_sum(entropy.detach(), mean_weights),
             "policy/ratio_mean": _weighted_sum(token.ratio, mean_weights),
             "policy/clip_low": _weighted_sum(token.clipped_low.to(logprobs.dtype), mean_weights),
             "policy/clip_high": _weighted_sum(token.clipped_high.to(logprobs.dtype), mean_weights),
+            "objective/pg_weight": (advantages.abs() * weights).sum(),
+            "objective/pg_weight_grpo": (advantages.abs() * mean_weights).sum(),
         }
         maxima = {"policy/ratio_max": _masked_max(token.ratio, batch.loss_mask)}
 
         if batch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, batch.ref_logprobs, self.kl_estimator)
-            loss = loss + self.kl_coef * _weighted_sum(kl, weights if self.kl_reducer == "same" else mean_weights)
             sums["policy/kl_ref"] = _weighted_sum(kl.detach(), mean_weights)
+            if self.kl_unbiased:
+                kl = kl * torch.exp(logprobs - old_logprobs)
+            kl_weights = weights if self.kl_reducer == "same" else mean_weights
+            loss = loss + self.kl_coef * _weighted_sum(kl, kl_weights)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * _weighted_sum(entropy, mean_weights)
         sums["policy/loss"] = loss.detach()
@@ -68,9 +91,13 @@ class Objective:
         return ObjectiveOutput(loss, sums, maxima)
 
 
+def _scaled(values: Tensor, multiplier: Tensor) -> Tensor:
+    """values * multiplier, where a multiplier of 0 drops its value even if that is not finite."""
+    return torch.where(multiplier != 0, values, 0.0) * multiplier
+
+
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Sum of values * weights, where a weight of 0 drops its value even if that is not finite."""
-    return torch.where(weights != 0, values, 0.0).mul(weights).sum()
+    return _scaled(values, weights).sum()
 
 
 def _masked_max(values: Tensor, mask: Tensor) -> Tensor:

@@ -1,16 +1,18 @@
 """Reducers: the weight of each token in the step's policy-gradient loss.
 
-The step's loss is (token_loss * weight).sum() over all micro-batches and ranks. Weights come from the totals
-of the whole optimizer step, so no split of the batch can change them. Masked tokens weigh 0; a sequence whose
-tokens are all masked still counts in N.
+The step's loss is (token_loss * weight).sum() over all micro-batches and ranks. Weights come from the totals of the whole
+optimizer step, so no split of the batch can change them. Masked tokens weigh 0; a sequence whose tokens are all masked
+still counts in N.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from rlpost.plugins import load_function
 from rlpost.types import StepTotals, TokenView
 
 
@@ -32,16 +34,20 @@ class SequenceMean:
 
 @dataclass(frozen=True)
 class ConstantDivisor:
-    """1 / (N * divisor): each sequence's token sum over a constant (Dr. GRPO, arXiv:2503.20783)."""
+    """1 / (N * divisor): each sequence's token sum over a constant, mean over sequences (Dr. GRPO, arXiv:2503.20783).
 
-    divisor: float = 1000
+    Attributes: divisor: over zero, or "max_tokens": the longest completion allowed.
+    """
+
+    divisor: float | Literal["max_tokens"] = 1000
 
     def __post_init__(self) -> None:
-        if not self.divisor > 0:
-            raise ValueError(f"divisor must be over zero, not {self.divisor}")
+        if self.divisor != "max_tokens" and not (isinstance(self.divisor, int | float) and self.divisor > 0):
+            raise ValueError(f"divisor must be over zero, or max_tokens, not {self.divisor}")
 
     def __call__(self, tokens: TokenView, totals: StepTotals) -> Tensor:
-        return tokens.loss_mask.double() / (totals.num_sequences * self.divisor)
+        divisor = totals.max_completion_tokens if self.divisor == "max_tokens" else self.divisor
+        return tokens.loss_mask.double() / (totals.num_sequences * divisor)
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,84 @@ class TokenSum:
 
     def __call__(self, tokens: TokenView, totals: StepTotals) -> Tensor:
         return tokens.loss_mask.to(torch.float64)
+
+
+PgLossReducerFactory = Callable[[list[int], list[int], list[Tensor], bool], Callable[[Tensor], Tensor]]
+
+
+class FunctionReducer:
+    """A user's reducer with the Miles framework's signature, by import path.
+
+    The factory takes (total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False), lists with an entry a
+    sequence, and gives a function from the sequences' concatenated token losses to a number. That function is linear, so
+    its gradient is each token's weight; it is taken on whole sequences, one at a time, and divided by N (with
+    calculate_per_token_loss by M), which the framework does outside of it. So it works under packing, micro-batches, ranks
+    and context parallelism. Tokens that the mask leaves out weigh 0.
+
+    Args:
+        path: "package.module:function", or "path/to/file.py:function".
+        calculate_per_token_loss: passed on; the reducer is then to sum tokens.
+
+    Raises: ValueError where the function is not linear, or couples sequences (its weights would then change with the
+        micro-batch): at once, on two made-up sequences, and again for the linearity of every sequence it is used on.
+    """
+
+    def __init__(self, path: str, calculate_per_token_loss: bool = False) -> None:
+        self.path = path
+        self.calculate_per_token_loss = calculate_per_token_loss
+        self._factory: PgLossReducerFactory = load_function(path, "reducer.path")
+        self._check_coupling()
+
+    def __call__(self, tokens: TokenView, totals: StepTotals) -> Tensor:
+        lengths = torch.tensor([len(mask) for mask in tokens.completion_masks], dtype=torch.int64)
+        starts = (lengths.cumsum(0) - lengths).to(tokens.sequence_index.device)
+        weights = [
+            self._weights([prompt], [mask])
+            for prompt, mask in zip(tokens.prompt_lengths, tokens.completion_masks, strict=True)
+        ]
+        flat = torch.cat([torch.zeros(0, dtype=torch.float64), *weights]).to(tokens.sequence_index.device)
+        share = flat[starts[tokens.sequence_index] + tokens.token_index]
+        count = totals.num_tokens if self.calculate_per_token_loss else totals.num_sequences
+        return torch.where(tokens.loss_mask, share, 0.0) / max(count, 1)
+
+    def _weights(self, prompt_lengths: Sequence[int], masks: Sequence[Tensor]) -> Tensor:
+        """The gradient of the user's function on whole sequences, [sum of their lengths] float64."""
+        lengths = [len(mask) for mask in masks]
+        reduce = self._factory(
+            [prompt + length for prompt, length in zip(prompt_lengths, lengths, strict=True)],
+            lengths,
+            [mask.to(torch.int64) for mask in masks],
+            self.calculate_per_token_loss,
+        )
+        at_zero = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
+        value, gradient = self._gradient(reduce, at_zero)
+        # Signs and sizes differ from token to token, so that nothing but a linear function passes.
+        probe = torch.sin(torch.arange(sum(lengths), dtype=torch.float64) * 1.7 + 0.3).requires_grad_()
+        probed, gradient_there = self._gradient(reduce, probe)
+        expected = gradient @ probe.detach()
+        if value != 0 or not torch.allclose(gradient, gradient_there) or not torch.allclose(probed, expected):
+            raise ValueError(
+                f"reducer.path={self.path} is not linear in the token losses: a reducer weighs and sums them; "
+                "what bends them belongs into a loss (algorithm.loss)"
+            )
+        return gradient
+
+    def _gradient(self, reduce: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            value = reduce(x)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ValueError(
+                f"reducer.path={self.path}: the reducer must return a tensor with one number, not {value!r}"
+            )
+        (gradient,) = torch.autograd.grad(value, x, allow_unused=True)
+        return value.detach().double().squeeze(), torch.zeros_like(x) if gradient is None else gradient
+
+    def _check_coupling(self) -> None:
+        """Whether two sequences side by side get the weights that each gets alone."""
+        prompts, masks = [3, 2], [torch.tensor([True, True, False, True, True]), torch.tensor([True, True, True])]
+        alone = torch.cat([self._weights([p], [m]) for p, m in zip(prompts, masks, strict=True)])
+        if not torch.allclose(self._weights(prompts, masks), alone):
+            raise ValueError(
+                f"reducer.path={self.path} gives a sequence other weights when another one is beside it: its gradients "
+                "would change with the micro-batch; divide by what belongs to one sequence, or by a constant"
+            )

@@ -29,6 +29,11 @@ class RewardSum:
         self._functions = dict(functions)
         self._weights = dict(weights)
 
+    @property
+    def weights(self) -> list[float]:
+        """One a function, in the order of a rollout's `rewards`."""
+        return [self._weights[name] for name in self._functions]
+
     def score(self, rollouts: Sequence[Rollout]) -> None:
         """Set `rewards` and `reward` of every rollout.
 

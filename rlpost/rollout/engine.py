@@ -75,6 +75,4 @@ def sample_groups(
     places = [(prompt, index) for prompt in prompts for index in range(num_samples)]
     seeds = [sample_seed(run_seed, step, prompt.group_id, index) for prompt, index in places]
     completions = engine.generate([prompt for prompt, _ in places], seeds, sampling)
-    return [
-        Rollout(prompt, completion, index) for (prompt, index), completion in zip(places, completions, strict=True)
-    ]
+    return [Rollout(prompt, completion, index) for (prompt, index), completion in zip(places, completions, strict=True)]

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from rlpost.trainer import distributed
 from rlpost.trainer.policy import Policy
@@ -44,8 +49,7 @@ class Checkpoints:
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir(parents=True)
         distributed.barrier()
-        model, optimizer = get_state_dict(policy.scorer, policy.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=building / "weights")
+        dcp.save(_weights(policy), checkpoint_id=building / "weights")
         torch.save(_rng_state(), building / f"rng-{distributed.rank()}.pt")
         distributed.barrier()
         if distributed.is_main():
@@ -62,8 +66,7 @@ class Checkpoints:
 
     def load(self, path: Path, policy: Policy) -> dict[str, Any]:
         """Restore policy and random number generators in place. Returns: the state given to `save`, with `step`."""
-        model, optimizer = get_state_dict(policy.scorer, policy.optimizer)
-        loaded = {"model": model, "optimizer": optimizer}
+        loaded = _weights(policy)
         dcp.load(loaded, checkpoint_id=path / "weights")
         set_state_dict(
             policy.scorer,
@@ -71,6 +74,8 @@ class Checkpoints:
             model_state_dict=loaded["model"],
             optim_state_dict=loaded["optimizer"],
         )
+        if "reference" in loaded:
+            set_model_state_dict(policy.reference, loaded["reference"])
         state = self.peek(path)
         policy.scheduler.load_state_dict(state.pop("scheduler"))
         rng = path / f"rng-{distributed.rank()}.pt"
@@ -85,6 +90,15 @@ class Checkpoints:
             # Renamed first: a half-deleted checkpoint must not look like one.
             doomed = old.rename(old.with_name(f".deleting-{old.name}"))
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _weights(policy: Policy) -> dict[str, Any]:
+    """Model, optimizer, and the reference if it moves."""
+    model, optimizer = get_state_dict(policy.scorer, policy.optimizer)
+    weights = {"model": model, "optimizer": optimizer}
+    if policy.reference_moves:
+        weights["reference"] = get_model_state_dict(policy.reference)
+    return weights
 
 
 def _plain(value: Any) -> Any:

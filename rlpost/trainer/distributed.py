@@ -101,6 +101,13 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gather_all(item: T) -> list[T]:
+    """Every rank's object, in rank order, on every rank."""
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, item)
+    return gathered
+
+
 def gather_to_main(item: T) -> list[T]:
     """Every rank's object, in rank order, on the main rank; an empty list on the others."""
     gathered: list[Any] = [None] * world_size() if is_main() else []

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlpost.data.packing import attention_mask
 from rlpost.errors import UserError
-from rlpost.objective.logprobs import token_logprobs
+from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
 from rlpost.trainer.linear import use_onednn
 from rlpost.types import PackedBatch
 
@@ -23,13 +23,13 @@ class TokenScorer(nn.Module):
     The head runs on the positions that predict a completion token only, and on a chunk of them at a time.
     """
 
-    def __init__(self, language_model: nn.Module, temperature: float) -> None:
+    def __init__(self, language_model: nn.Module, distribution: SamplingDistribution) -> None:
         super().__init__()
         self.language_model = language_model
-        self.temperature = temperature
+        self.distribution = distribution
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Returns: logprobs [T] and entropy [T] under softmax(logits / temperature), both with gradient."""
+        """Returns: logprobs [T] and entropy [T] under the sampling distribution, both with gradient."""
         hidden = self.language_model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -38,7 +38,7 @@ class TokenScorer(nn.Module):
         ).last_hidden_state
         predicting = hidden.flatten(0, 1)[batch.predictor_index]
         head = self.language_model.get_output_embeddings().weight
-        return token_logprobs(predicting, head, batch.target_ids, self.temperature)
+        return token_logprobs(predicting, head, batch.target_ids, self.distribution)
 
 
 def load(directory: Path, trust_remote_code: bool = False) -> nn.Module:
@@ -62,7 +62,7 @@ def load(directory: Path, trust_remote_code: bool = False) -> nn.Module:
 
 def shard(
     model: nn.Module,
-    temperature: float,
+    distribution: SamplingDistribution,
     mesh: DeviceMesh,
     precision: Precision = "float32",
     activation_checkpointing: bool = False,
@@ -75,7 +75,7 @@ def shard(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only
         _disable_dropout(model)
-    scorer = TokenScorer(model, temperature)
+    scorer = TokenScorer(model, distribution)
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if precision == "bfloat16"

@@ -1,8 +1,9 @@
 """The policy: log-probabilities where they are needed, and the updates of a step."""
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -29,6 +30,10 @@ class UpdateSettings:
         micro_batch_tokens: positions a micro-batch may hold, padding counted.
         max_grad_norm: bound on the gradient's 2-norm; None clips nothing.
         mask_truncated: completions cut by the length limit give no gradient.
+        top_entropy_share: this share of the step's active tokens, those of the highest entropy, gives a policy gradient
+            (arXiv:2506.01939); None: all.
+        reference_every, reference_mix: every so many steps the reference moves this share of the way to the policy
+            (arXiv:2404.09656); 0 never does.
         max_logprob_diff: a larger difference between engine and trainer stops the run; None never does.
         seed: of the order in which groups are dealt into mini-batches.
     """
@@ -40,6 +45,9 @@ class UpdateSettings:
     layout: Layout = "shared_prefix"
     max_grad_norm: float | None = 1.0
     mask_truncated: bool = False
+    top_entropy_share: float | None = None
+    reference_every: int = 0
+    reference_mix: float = 1.0
     max_logprob_diff: float | None = None
     seed: int = 0
 
@@ -59,7 +67,7 @@ class Policy:
         self.scorer = scorer
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._reference = reference
+        self.reference = reference
         self._objective = objective
         self._settings = settings
 
@@ -80,9 +88,13 @@ class Policy:
         """
         s = self._settings
         started = time.perf_counter()
-        several = s.num_mini_batches * s.num_epochs > 1
-        old_logprobs = self._score(self.scorer, rollouts) if several else None
-        ref_logprobs = self._score(self._reference, rollouts) if self._reference is not None else None
+        attached: dict[str, dict[int, Tensor]] = {}
+        if s.num_mini_batches * s.num_epochs > 1 or s.top_entropy_share is not None:
+            attached["old_logprobs"], entropy = self._score(self.scorer, rollouts)
+            if s.top_entropy_share is not None:
+                attached["keep"] = self._top_entropy(rollouts, entropy, s.top_entropy_share)
+        if self.reference is not None and self._objective.kl_coef:
+            attached["ref_logprobs"], _ = self._score(self.reference, rollouts)
 
         means: dict[str, list[float]] = defaultdict(list)
         maxima: dict[str, list[float]] = defaultdict(list)
@@ -92,7 +104,7 @@ class Policy:
             for groups in np.array_split(order, s.num_mini_batches):
                 chosen = set(groups.tolist())
                 members = [i for i, rollout in enumerate(rollouts) if rollout.prompt.group_id in chosen]
-                batches = self._pack(rollouts, members, old_logprobs, ref_logprobs)
+                batches = self._pack(rollouts, members, attached)
                 positions += sum(batch.num_positions for batch in batches)
                 step_means, step_maxima = self._optimizer_step([rollouts[i] for i in members], batches)
                 for name, value in step_means.items():
@@ -100,11 +112,25 @@ class Policy:
                 for name, value in step_maxima.items():
                     maxima[name].append(value)
         seconds = time.perf_counter() - started
+        self._refresh_reference(step)
+        weight, grpo_weight = means.pop("objective/pg_weight"), means.pop("objective/pg_weight_grpo")
         return {
+            "objective/pg_scale": sum(weight) / sum(grpo_weight) if sum(grpo_weight) else float("nan"),
             **{name: sum(values) / len(values) for name, values in means.items()},
             **{name: max(values) for name, values in maxima.items()},
             "train/tokens_per_s": distributed.sum_over_ranks({"positions": positions})["positions"] / seconds,
         }
+
+    @property
+    def reference_moves(self) -> bool:
+        """Whether the reference has weights of its own that a checkpoint must hold."""
+        return self.reference is not None and self._settings.reference_every > 0
+
+    def sequence_kl(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """k1 summed over each rollout's tokens: log-probability of the completion less the reference's, in nats."""
+        assert self.reference is not None
+        (logprobs, _), (ref_logprobs, _) = self._score(self.scorer, rollouts), self._score(self.reference, rollouts)
+        return [(logprobs[i] - ref_logprobs[i]).sum().item() for i in range(len(rollouts))]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, whole, under its name in the model's directory; a tied one once."""
@@ -117,38 +143,52 @@ class Policy:
         return [not (masked and rollout.completion.finish_reason == "length") for rollout in rollouts]
 
     def _pack(
-        self,
-        rollouts: Sequence[Rollout],
-        members: Sequence[int],
-        old_logprobs: dict[int, Tensor] | None,
-        ref_logprobs: dict[int, Tensor] | None,
+        self, rollouts: Sequence[Rollout], members: Sequence[int], attached: Mapping[str, Mapping[int, Tensor]]
     ) -> list[PackedBatch]:
-        """Micro-batches of the chosen rollouts, as many as on every other rank."""
+        """Micro-batches of the chosen rollouts, as many as on every other rank, with known per-token values."""
         chosen = [rollouts[i] for i in members]
         s = self._settings
         batches = pack(chosen, self._loss_masks(chosen), s.micro_batch_tokens, s.layout)
         num_batches = int(distributed.max_over_ranks({"n": len(batches)})["n"])
         batches += [empty_batch() for _ in range(num_batches - len(batches))]
 
-        def attached(known: dict[int, Tensor] | None, batch: PackedBatch) -> Tensor | None:
-            if known is None:
-                return None
-            return torch.cat([torch.zeros(0), *(known[members[i]] for i in batch.rollout_ids)])
+        def joined(values: Mapping[int, Tensor], batch: PackedBatch) -> Tensor:
+            parts = [values[members[i]] for i in batch.rollout_ids]
+            return torch.cat(parts) if parts else torch.zeros(0)
 
         return [
-            replace(b, old_logprobs=attached(old_logprobs, b), ref_logprobs=attached(ref_logprobs, b))
-            for b in batches
+            replace(batch, **{name: joined(values, batch) for name, values in attached.items()}) for batch in batches
         ]
 
     @torch.no_grad()
-    def _score(self, scorer: TokenScorer, rollouts: Sequence[Rollout]) -> dict[int, Tensor]:
-        """Log-probabilities of every rollout's completion tokens, by index."""
-        scored: dict[int, Tensor] = {}
-        for batch in self._pack(rollouts, range(len(rollouts)), None, None):
-            logprobs, _ = scorer(to_device(batch))
+    def _score(self, scorer: TokenScorer, rollouts: Sequence[Rollout]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Log-probabilities and entropies at every rollout's completion tokens, by index."""
+        scored: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+        for batch in self._pack(rollouts, range(len(rollouts)), {}):
             sizes = torch.bincount(batch.sequence_index, minlength=len(batch.rollout_ids)).tolist()
-            scored.update(zip(batch.rollout_ids, logprobs.float().cpu().split(sizes), strict=True))
+            for values, into in zip(scorer(to_device(batch)), scored, strict=True):
+                into.update(zip(batch.rollout_ids, values.cpu().split(sizes), strict=True))
+        # Without a backward pass FSDP leaves the root's parameters whole; updates and checkpoints expect shards.
+        scorer.reshard()
         return scored
+
+    def _top_entropy(
+        self, rollouts: Sequence[Rollout], entropy: Mapping[int, Tensor], share: float
+    ) -> dict[int, Tensor]:
+        """Which tokens lie in the top share of the whole step's entropies, over all ranks; ties are kept."""
+        active = [entropy[i] for i, kept in enumerate(self._loss_masks(rollouts)) if kept]
+        everyones = torch.cat([torch.zeros(0), *(values for part in distributed.gather_all(active) for values in part)])
+        count = math.ceil(share * len(everyones))
+        threshold = everyones.topk(count).values[-1] if count else float("inf")
+        return {i: values >= threshold for i, values in entropy.items()}
+
+    def _refresh_reference(self, step: int) -> None:
+        s = self._settings
+        if self.reference is None or not s.reference_every or step % s.reference_every:
+            return
+        with torch.no_grad():
+            for ours, theirs in zip(self.reference.parameters(), self.scorer.parameters(), strict=True):
+                ours.lerp_(theirs, s.reference_mix)
 
     def _optimizer_step(
         self, rollouts: Sequence[Rollout], batches: Sequence[PackedBatch]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.objective.logprobs import token_logprobs
+from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
 
 
 def test_two_tokens_by_hand() -> None:
@@ -22,7 +22,7 @@ def test_temperature_tempers() -> None:
     """At temperature 1/2 the same logits are (0, ln 9): probabilities 1/10 and 9/10."""
     hidden = torch.tensor([[1.0]], dtype=torch.float64)
     head = torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)
-    logprobs, _ = token_logprobs(hidden, head, torch.tensor([1]), temperature=0.5)
+    logprobs, _ = token_logprobs(hidden, head, torch.tensor([1]), SamplingDistribution(0.5))
     assert logprobs.item() == pytest.approx(math.log(0.9))
 
 
@@ -42,9 +42,7 @@ def test_huge_logits_stay_finite() -> None:
     seed=st.integers(0, 1000),
     use=st.sampled_from(["logprobs", "entropy", "both"]),
 )
-def test_chunks_equal_plain_autograd(
-    num_tokens: int, chunk_rows: int, temperature: float, seed: int, use: str
-) -> None:
+def test_chunks_equal_plain_autograd(num_tokens: int, chunk_rows: int, temperature: float, seed: int, use: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     vocabulary, width = 11, 5
     hidden = torch.randn(num_tokens, width, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -56,7 +54,8 @@ def test_chunks_equal_plain_autograd(
         parts = {"logprobs": (weights[0] * logprobs).sum(), "entropy": (weights[1] * entropy).sum()}
         return torch.autograd.grad(sum(parts.values()) if use == "both" else parts[use], (hidden, head))
 
-    chunked = token_logprobs(hidden, head, targets, temperature, chunk_entries=chunk_rows * vocabulary)
+    distribution = SamplingDistribution(temperature)
+    chunked = token_logprobs(hidden, head, targets, distribution, chunk_entries=chunk_rows * vocabulary)
     log_softmax = (hidden @ head.T / temperature).log_softmax(-1)
     plain = (
         log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1),
@@ -75,3 +74,36 @@ def test_bfloat16_is_computed_in_float32() -> None:
     assert logprobs.dtype == torch.float32
     expected = (hidden @ head.T).float().log_softmax(-1)[range(3), [0, 1, 2]]
     torch.testing.assert_close(logprobs, expected)
+
+
+PROBS = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "target", "support"),
+    [
+        ({"top_k": 2}, 0, [0, 1]),
+        ({"top_k": 9}, 0, [0, 1, 2, 3]),
+        ({"top_p": 0.75}, 1, [0, 1]),
+        ({"top_p": 0.85}, 1, [0, 1, 2]),
+        ({"top_p": 0.1}, 0, [0]),
+        ({"min_p": 0.2}, 2, [0, 1, 2]),
+        ({"min_p": 0.2, "top_k": 2}, 0, [0, 1]),
+        ({"top_k": 2, "top_p": 0.6}, 0, [0]),  # of the two kept, the first has 0.625
+        ({"top_k": 1}, 3, [0, 3]),  # it was drawn, so it was inside
+    ],
+)
+def test_logprobs_on_the_sampled_support(cuts: dict[str, float], target: int, support: list[int]) -> None:
+    """Probabilities 0.5, 0.3, 0.15, 0.05, cut and normalised again; value, entropy and gradients."""
+    hidden = torch.ones(1, 1, dtype=torch.float64)
+    head = PROBS.log().unsqueeze(-1).requires_grad_()
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([target]), SamplingDistribution(**cuts))
+    inside = PROBS[support] / PROBS[support].sum()
+    assert logprobs.item() == pytest.approx(math.log(PROBS[target] / PROBS[support].sum()))
+    assert entropy.item() == pytest.approx(-(inside * inside.log()).sum().item())
+    plain = PROBS.log().requires_grad_()
+    log_softmax = plain[support].log_softmax(-1)
+    expected = log_softmax[support.index(target)] - 2 * (log_softmax.exp() * log_softmax).sum()
+    (logprobs + 2 * entropy).sum().backward()
+    (gradient,) = torch.autograd.grad(expected, plain)
+    assert head.grad.flatten().tolist() == pytest.approx(gradient.tolist())

@@ -1,7 +1,8 @@
-"""Reducers and the composed objective: worked numbers, and gradients that no split can change."""
+"""The composed objective: worked numbers, and gradients and metrics that no split can change."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,51 +10,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpost.data.packing import empty_batch, pack, step_totals
-from rlpost.objective.losses import ClippedLoss
+from rlpost.objective.corrections import ImportanceSampling, OffPolicySequenceMask
+from rlpost.objective.losses import CISPOLoss, ClippedLoss, GSPOLoss, ReinforceLoss, SAPOLoss
 from rlpost.objective.objective import Objective
-from rlpost.objective.reducers import ConstantDivisor, SequenceMean, TokenMean, TokenSum
-from rlpost.types import PackedBatch, Rollout, StepTotals, TokenView
+from rlpost.objective.reducers import ConstantDivisor, FunctionReducer, SequenceMean, TokenMean, TokenSum
+from rlpost.types import PackedBatch, Rollout, StepTotals
 from tests.conftest import make_rollout
 
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "miles_reducer.py"
 REDUCERS = {
     "grpo": SequenceMean(),
     "drgrpo": ConstantDivisor(7),
+    "drgrpo_max_tokens": ConstantDivisor("max_tokens"),
     "token_mean": TokenMean(),
     "sum": TokenSum(),
+    "function": FunctionReducer(f"{EXAMPLE}:get_pg_loss_reducer"),
+    "function_per_token": FunctionReducer(f"{EXAMPLE}:get_pg_loss_reducer", calculate_per_token_loss=True),
 }
-
-
-@pytest.mark.parametrize(
-    ("reducer", "expected"),
-    [
-        # Two sequences of 2 and 3 tokens, the last token of the second masked: N = 2, M = 4.
-        (SequenceMean(), [1 / 4, 1 / 4, 1 / 4, 1 / 4, 0]),
-        (ConstantDivisor(10), [1 / 20] * 4 + [0]),
-        (TokenMean(), [1 / 4] * 4 + [0]),
-        (TokenSum(), [1, 1, 1, 1, 0]),
-    ],
-)
-def test_weights_by_hand(reducer: object, expected: list[float]) -> None:
-    tokens = TokenView(
-        sequence_index=torch.tensor([0, 0, 1, 1, 1]),
-        loss_mask=torch.tensor([True, True, True, True, False]),
-        active_lengths=torch.tensor([2, 2]),
-    )
-    weights = reducer(tokens, StepTotals(num_sequences=2, num_tokens=4, max_completion_tokens=8))
-    assert weights.dtype == torch.float64
-    assert weights.tolist() == pytest.approx(expected)
-
-
-def test_a_fully_masked_sequence_counts_in_the_mean() -> None:
-    tokens = TokenView(torch.tensor([0, 1]), torch.tensor([True, False]), torch.tensor([1, 0]))
-    weights = SequenceMean()(tokens, StepTotals(2, 1, 8))
-    assert weights.tolist() == [0.5, 0.0]
-
-
-@pytest.mark.parametrize("divisor", [0, -3, math.nan])
-def test_a_divisor_must_be_positive(divisor: float) -> None:
-    with pytest.raises(ValueError, match="divisor"):
-        ConstantDivisor(divisor)
+LOSSES = {
+    "clipped": ClippedLoss(0.2, 0.28),
+    "dual_clip": ClippedLoss(0.2, 0.28, dual_clip=1.5, ratio_cap=1.6),
+    "gspo": GSPOLoss(0.1, 0.1),
+    "gspo_token": GSPOLoss(0.1, 0.1, variant="token"),
+    "cispo": CISPOLoss(0.2, 0.3),
+    "sapo": SAPOLoss(),
+    "reinforce": ReinforceLoss(),
+}
+CORRECTIONS = {
+    "token": ImportanceSampling(high=1.2),
+    "sequence": ImportanceSampling("sequence", "mask", 0.5, 2.0),
+    "geometric": ImportanceSampling("geometric", "truncate", 0.9, 1.1),
+    "off_policy": OffPolicySequenceMask(0.05),
+}
 
 
 def test_objective_by_hand() -> None:
@@ -68,6 +56,49 @@ def test_objective_by_hand() -> None:
     assert out.sums["policy/kl_ref"].item() == pytest.approx(0.5)
     assert out.sums["policy/entropy"].item() == pytest.approx(3.0)
     assert out.maxima["rollout/logprob_diff_max"].item() == pytest.approx(0.25)
+    assert out.sums["objective/pg_weight"].item() == pytest.approx(2.0)
+
+
+def test_corrections_and_the_kept_tokens_change_the_numerator_only() -> None:
+    """Three tokens of advantage 1; w = 2, 1, 1 truncated at 1.5; the last token is not kept: (1.5 + 1 + 0) / 3."""
+    (batch,) = pack(
+        [make_rollout(completion=[4, 5, 6], advantage=1.0, logprobs=[-1 - math.log(2), -1, -1])], [True], 64
+    )
+    batch = replace(batch, keep=torch.tensor([True, True, False]))
+    objective = Objective(corrections={"tis": ImportanceSampling(high=1.5)})
+    logprobs = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
+    out = objective(batch, logprobs, torch.ones(3, dtype=torch.float64), StepTotals(1, 3, 8))
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(-2.5 / 3)
+    assert logprobs.grad.tolist() == pytest.approx([-0.5, -1 / 3, 0.0])
+    assert out.sums["objective/tis_cut"].item() == pytest.approx(1 / 3)
+    assert out.sums["objective/top_entropy_cut"].item() == pytest.approx(1 / 3)
+    assert out.sums["policy/entropy"].item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("unbiased", "gradient"), [(False, 0.5), (True, math.log(2))])
+def test_the_unbiased_kl_gradient(unbiased: bool, gradient: float) -> None:
+    """k3 with d = ln 2: its own derivative is 1 - exp(-d) = 1/2; with the ratio it is k3 + 1/2 = d, that of KL itself."""
+    (batch,) = pack([make_rollout(completion=[4], advantage=0.0)], [True], 64)
+    batch = replace(batch, ref_logprobs=torch.tensor([-1.0 - math.log(2)], dtype=torch.float64))
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    objective = Objective(kl_coef=1.0, kl_unbiased=unbiased)
+    out = objective(batch, logprobs, torch.zeros(1, dtype=torch.float64), StepTotals(1, 1, 8))
+    out.loss.backward()
+    assert logprobs.grad.item() == pytest.approx(gradient)
+    assert out.loss.item() == pytest.approx(math.log(2) - 0.5)
+
+
+def test_the_unbiased_form_is_the_gradient_of_the_divergence() -> None:
+    """Over all tokens of a small vocabulary, the expected gradient equals that of KL(p || q) by autograd."""
+    logits = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    logp = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True)
+    d = logp - q.log()
+    per_token = (torch.expm1(-d) + d) * torch.exp(logp - logp.detach())
+    (estimate,) = torch.autograd.grad((logp.detach().exp() * per_token).sum(), logits)
+    torch.testing.assert_close(estimate, exact)
 
 
 def test_kl_reducer_same_weighs_the_kl_like_the_policy_gradient() -> None:
@@ -106,9 +137,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Rollout], list[bool], list[int]]:
         for sample in range(draw(st.integers(1, 3))):
             completion = draw(st.lists(st.integers(0, 20), min_size=1, max_size=4))
             advantage = draw(st.floats(-2, 2))
-            rollouts.append(
-                make_rollout(group, prompt, completion, sample_index=sample, advantage=round(advantage, 3))
-            )
+            rollouts.append(make_rollout(group, prompt, completion, sample_index=sample, advantage=round(advantage, 3)))
     kept = draw(st.lists(st.booleans(), min_size=len(rollouts), max_size=len(rollouts)))
     ranks = draw(st.lists(st.integers(0, 2), min_size=len(rollouts), max_size=len(rollouts)))
     return rollouts, kept, ranks
@@ -119,19 +148,28 @@ class TableModel:
 
     def __init__(self, rollouts: list[Rollout]) -> None:
         generator = torch.Generator().manual_seed(0)
+
+        def noise(size: float) -> torch.Tensor:
+            return size * torch.randn(len(rollouts), 8, dtype=torch.float64, generator=generator)
+
         self.key = {id(r): i for i, r in enumerate(rollouts)}
-        self.table = torch.randn(len(rollouts), 8, dtype=torch.float64, generator=generator).requires_grad_()
-        self.old = self.table.detach() + 0.3 * torch.randn(self.table.shape, dtype=torch.float64, generator=generator)
-        self.ref = self.table.detach() + 0.3 * torch.randn(self.table.shape, dtype=torch.float64, generator=generator)
+        self.table = noise(1.0).requires_grad_()
+        self.old = self.table.detach() + noise(0.3)
+        self.ref = self.table.detach() + noise(0.3)
+        self.rollout = self.old + noise(0.3)
+        self.keep = noise(1.0) > -0.5
 
     def __call__(self, batch: PackedBatch, share: list[Rollout]) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
-        rows, places, seen = [], [], {}
-        for sequence in batch.sequence_index.tolist():
-            rows.append(self.key[id(share[batch.rollout_ids[sequence]])])
-            places.append(seen.get(sequence, 0))
-            seen[sequence] = places[-1] + 1
-        at = (torch.tensor(rows, dtype=torch.int64), torch.tensor(places, dtype=torch.int64))
-        batch = replace(batch, old_logprobs=self.old[at], ref_logprobs=self.ref[at])
+        sequences = [self.key[id(share[i])] for i in batch.rollout_ids]
+        rows = torch.tensor(sequences, dtype=torch.int64)[batch.sequence_index]
+        at = (rows, batch.token_index)
+        batch = replace(
+            batch,
+            old_logprobs=self.old[at],
+            ref_logprobs=self.ref[at],
+            rollout_logprobs=self.rollout[at],
+            keep=self.keep[at],
+        )
         return batch, self.table[at], self.table[at] ** 2
 
 
@@ -157,16 +195,28 @@ def total(
     return model.table.grad, sums, maxima
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(step=steps(), budget=st.integers(1, 40), order=st.randoms())
 @pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
 @pytest.mark.parametrize("reducer", REDUCERS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_no_split_changes_gradients_or_metrics(
-    reducer: str, layout: str, step: tuple[list[Rollout], list[bool], list[int]], budget: int, order: object
+    loss: str,
+    reducer: str,
+    layout: str,
+    step: tuple[list[Rollout], list[bool], list[int]],
+    budget: int,
+    order: object,
 ) -> None:
     rollouts, kept, ranks = step
     objective = Objective(
-        ClippedLoss(0.2, 0.28), REDUCERS[reducer], kl_coef=0.1, kl_reducer="same", entropy_coef=0.01
+        LOSSES[loss],
+        REDUCERS[reducer],
+        CORRECTIONS,
+        kl_coef=0.1,
+        kl_unbiased=True,
+        kl_reducer="same",
+        entropy_coef=0.01,
     )
     whole = total(rollouts, kept, [0] * len(rollouts), 10_000, "padded", objective)
     split = total(rollouts, kept, ranks, budget, layout, objective)
@@ -175,9 +225,40 @@ def test_no_split_changes_gradients_or_metrics(
         assert part == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
+@settings(max_examples=40, deadline=None)
+@given(step=steps(), order=st.randoms())
+def test_no_order_does_either(step: tuple[list[Rollout], list[bool], list[int]], order: object) -> None:
+    rollouts, kept, _ = step
+    places = list(range(len(rollouts)))
+    order.shuffle(places)
+    objective = Objective(LOSSES["gspo"], REDUCERS["grpo"], CORRECTIONS, kl_coef=0.1)
+    model = TableModel(rollouts)
+
+    def gradient(indices: list[int]) -> torch.Tensor:
+        mine = [rollouts[i] for i in indices]
+        masks = [kept[i] for i in indices]
+        totals = step_totals(mine, masks, 8)
+        losses = [objective(*model(batch, mine), totals).loss for batch in pack(mine, masks, 30)]
+        return torch.autograd.grad(sum(losses), model.table)[0]
+
+    torch.testing.assert_close(gradient(places), gradient(list(range(len(rollouts)))), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("reducer", REDUCERS)
-def test_all_completions_masked_gives_loss_zero_and_a_backward_pass(reducer: str) -> None:
+def test_all_completions_masked_gives_loss_zero_and_a_backward_pass(reducer: str, loss: str) -> None:
     rollouts = [make_rollout(g, advantage=1.0) for g in range(2)]
-    gradient, sums, _ = total(rollouts, [False, False], [0, 0], 64, "padded", Objective(reducer=REDUCERS[reducer]))
+    objective = Objective(LOSSES[loss], REDUCERS[reducer])
+    gradient, sums, _ = total(rollouts, [False, False], [0, 0], 64, "padded", objective)
     assert sums["policy/loss"] == 0.0
     assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_divisor_times_c_is_the_gradient_over_c_exactly(loss: str) -> None:
+    rollouts = [make_rollout(g, completion=[4] * (g + 1), advantage=1.0 - g) for g in range(3)]
+    gradients = [
+        total(rollouts, [True] * 3, [0] * 3, 64, "padded", Objective(LOSSES[loss], ConstantDivisor(d)))[0]
+        for d in (100, 400)
+    ]
+    assert torch.equal(gradients[1], gradients[0] / 4)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.tasks import user_message
 from rlpost.models import TinyLlama, end_token_ids, load_tokenizer
+from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
 from rlpost.rollout.engine import Engine, Sampling, sample_groups, sample_seed
 from rlpost.types import Completion, Example, Prompt
 
@@ -67,6 +68,24 @@ def test_logprobs_are_those_of_the_sampling_distribution(
         torch.testing.assert_close(torch.tensor(completion.rollout_logprobs), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "cuts", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.3}, {"min_p": 0.05, "top_k": 40, "top_p": 0.7}]
+)
+def test_cut_logprobs_equal_the_trainers_on_the_same_support(
+    engine: Engine, prompts: list[Prompt], reference: Any, cuts: dict[str, float]
+) -> None:
+    distribution = SamplingDistribution(0.9, **cuts)
+    sampling = Sampling(max_tokens=12, temperature=0.9, **cuts)
+    for prompt, completion in zip(prompts, engine.generate(prompts, [1, 2, 3, 4], sampling), strict=True):
+        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            hidden = reference.model(ids).last_hidden_state[0, len(prompt.token_ids) - 1 : -1]
+            expected, _ = token_logprobs(
+                hidden, reference.lm_head.weight, torch.tensor(completion.token_ids), distribution
+            )
+        torch.testing.assert_close(torch.tensor(completion.rollout_logprobs), expected, rtol=0, atol=1e-4)
+
+
 def test_a_seed_repeats_whatever_came_before(engine: Engine, prompts: list[Prompt]) -> None:
     sampling = Sampling(max_tokens=12)
     first = engine.generate(prompts, [1, 2, 3, 4], sampling)
@@ -117,9 +136,7 @@ def test_a_repetition_penalty_changes_the_choice(engine: Engine, prompts: list[P
     assert [c.token_ids for c in plain] != [c.token_ids for c in penalised]
 
 
-def test_new_weights_reach_every_parameter_tied_ones_too(
-    engine: Engine, prompts: list[Prompt], reference: Any
-) -> None:
+def test_new_weights_reach_every_parameter_tied_ones_too(engine: Engine, prompts: list[Prompt], reference: Any) -> None:
     for _ in range(2):
         with torch.no_grad():
             for parameter in reference.parameters():

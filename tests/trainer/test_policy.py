@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.losses import ClippedLoss
 from rlpost.objective.objective import Objective
+from rlpost.objective.reducers import ConstantDivisor
 from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import (
@@ -49,7 +51,9 @@ def make_policy(
     **settings: object,
 ) -> Policy:
     language_model = trainer_model.load(directory)
-    scorer = trainer_model.shard(language_model, temperature, distributed.data_mesh(), precision, checkpointing)
+    scorer = trainer_model.shard(
+        language_model, SamplingDistribution(temperature), distributed.data_mesh(), precision, checkpointing
+    )
     objective = settings.pop("objective", Objective())
     reference = settings.pop("reference", None)
     optimizer = make_optimizer(scorer, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
@@ -72,7 +76,7 @@ def test_logprobs_equal_the_plain_model(layout: str, tiny_dir: Path) -> None:
     policy = make_policy(tiny_dir, temperature=0.7, layout=layout)
     plain = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
     made = rollouts()
-    for index, logprobs in policy._score(policy.scorer, made).items():
+    for index, logprobs in policy._score(policy.scorer, made)[0].items():
         prompt, completion = made[index].prompt.token_ids, made[index].completion.token_ids
         with torch.no_grad():
             logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / 0.7
@@ -107,9 +111,9 @@ def test_an_update_does_not_depend_on_how_it_is_cut(change: dict[str, object], t
 def test_the_update_raises_good_and_lowers_bad_tokens(tiny_dir: Path) -> None:
     policy = make_policy(tiny_dir)
     made = rollouts()
-    before = policy._score(policy.scorer, made)
+    before, _ = policy._score(policy.scorer, made)
     policy.update(made, groups(made), step=1)
-    after = policy._score(policy.scorer, made)
+    after, _ = policy._score(policy.scorer, made)
     gain = sum((after[i] - before[i]).mean().item() * r.advantage for i, r in enumerate(made))
     assert gain > 0
 
@@ -126,13 +130,103 @@ def test_mini_batches_and_epochs_take_old_logprobs_from_before_the_first(tiny_di
     assert metrics["rollout/logprob_diff_max"] == pytest.approx(on_policy["rollout/logprob_diff_max"], abs=1e-5)
 
 
+def test_a_temperature_is_in_every_logprob(tiny_dir: Path) -> None:
+    """At temperature 0.6 an on-policy step has ratio 1, and what the tempered engine reports is what the trainer has."""
+    policy = make_policy(tiny_dir, temperature=0.6, num_epochs=2)
+    made = rollouts()
+    scored, _ = policy._score(policy.scorer, made)
+    reported = [
+        make_rollout(
+            r.prompt.group_id,
+            r.prompt.token_ids,
+            r.completion.token_ids,
+            advantage=0.0,
+            logprobs=scored[i].tolist(),
+        )
+        for i, r in enumerate(made)
+    ]
+    metrics = policy.update(reported, groups(made), step=1)
+    assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["rollout/logprob_diff_max"] < 1e-5
+
+
+def test_adamw_takes_the_divisor_away(tiny_dir: Path) -> None:
+    """Without clipping and KL, AdamW's step m / sqrt(v) does not change when all gradients are scaled.
+
+    With eps = 1e-30 nothing but float64 rounding is left (1e-9 over five steps of 1e-3). With the usual eps = 1e-8 the
+    smaller gradients of divisor 1024 come closer to it: the paths part by a share of the step's length, not more.
+    """
+    made = rollouts()
+
+    def path(divisor: float, eps: float) -> torch.Tensor:
+        language_model = trainer_model.load(tiny_dir).double()
+        scorer = trainer_model.shard(language_model, SamplingDistribution(), distributed.data_mesh())
+        optimizer = make_optimizer(scorer, 1e-3, (0.9, 0.95), eps, 0.0)
+        settings = UpdateSettings(max_completion_tokens=8, max_grad_norm=None)
+        objective = Objective(reducer=ConstantDivisor(divisor))
+        policy = Policy(scorer, None, objective, optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)
+        for step in range(5):
+            policy.update(made, groups(made), step)
+        return torch.cat([w.flatten() for w in weights(policy).values()])
+
+    torch.testing.assert_close(path(64, 1e-30), path(1024, 1e-30), rtol=0, atol=1e-9)
+    apart = (path(64, 1e-8) - path(1024, 1e-8)).abs()
+    assert apart.max() < 5 * 1e-3
+    assert apart.mean() < 1e-4
+
+
+def test_top_entropy_tokens_alone_give_a_policy_gradient(tiny_dir: Path) -> None:
+    made = rollouts()
+    policy = make_policy(tiny_dir, top_entropy_share=0.25)
+    _, entropy = policy._score(policy.scorer, made)
+    keep = policy._top_entropy(made, entropy, 0.25)
+    everything = torch.cat([entropy[i] for i in range(len(made))])
+    count = -(-len(everything) // 4)
+    assert sum(int(k.sum()) for k in keep.values()) == count
+    threshold = everything.sort(descending=True).values[count - 1]
+    assert all(torch.equal(keep[i], entropy[i] >= threshold) for i in keep)
+    metrics = policy.update(made, groups(made), step=1)
+    assert 0.6 < metrics["objective/top_entropy_cut"] < 0.9
+
+
+def test_the_reference_can_follow_the_policy(tiny_dir: Path) -> None:
+    mesh = distributed.data_mesh()
+    made = rollouts()
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
+    objective = Objective(ClippedLoss(), kl_coef=0.1)
+    policy = make_policy(tiny_dir, reference=reference, objective=objective, reference_every=2, reference_mix=0.5)
+    start = [p.full_tensor().clone() for p in reference.parameters()]
+    policy.update(made, groups(made), step=1)
+    assert all(torch.equal(p.full_tensor(), s) for p, s in zip(reference.parameters(), start, strict=True))
+    policy.update(made, groups(made), step=2)
+    for p, s, w in zip(reference.parameters(), start, weights(policy).values(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), (s + w) / 2)
+
+
+def test_the_kl_of_a_sequence_is_its_log_ratio(tiny_dir: Path) -> None:
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.data_mesh())
+    policy = make_policy(tiny_dir, reference=reference)
+    made = rollouts()
+    assert policy.sequence_kl(made) == pytest.approx([0.0] * len(made), abs=1e-5)
+    policy.update(made, groups(made), step=1)
+    scored = policy._score(policy.scorer, made)[0], policy._score(reference, made)[0]
+    expected = [(scored[0][i] - scored[1][i]).sum().item() for i in range(len(made))]
+    assert policy.sequence_kl(made) == pytest.approx(expected, abs=1e-6)
+    assert max(map(abs, expected)) > 1e-3
+
+
+def test_the_gradients_scale_is_reported_against_grpo(tiny_dir: Path) -> None:
+    """All completions of length 4: drgrpo with divisor 64 has 4 / 64 of grpo's weight."""
+    made = [make_rollout(g, completion=[4, 5, 6, 7], advantage=1.0 - g) for g in range(3)]
+    metrics = make_policy(tiny_dir, objective=Objective(reducer=ConstantDivisor(64))).update(made, [0, 1, 2], 1)
+    assert metrics["objective/pg_scale"] == pytest.approx(4 / 64)
+
+
 def test_an_engine_that_disagrees_stops_the_run_before_any_change(tiny_dir: Path) -> None:
     policy = make_policy(tiny_dir, max_logprob_diff=0.01)
     made = rollouts()
     before = weights(policy)
-    with pytest.raises(
-        EngineMismatchError, match=r"rollout/logprob_diff_max=.* is over rollout.max_logprob_diff=0.01"
-    ):
+    with pytest.raises(EngineMismatchError, match=r"rollout/logprob_diff_max=.* is over rollout.max_logprob_diff=0.01"):
         policy.update(made, groups(made), step=1)
     for name, weight in weights(policy).items():
         assert torch.equal(weight, before[name])
@@ -167,7 +261,7 @@ def test_truncated_completions_can_be_masked(tiny_dir: Path) -> None:
 
 def test_the_reference_pulls_back(tiny_dir: Path) -> None:
     mesh = distributed.data_mesh()
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), 1.0, mesh)
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
     objective = Objective(ClippedLoss(), kl_coef=0.1)
     policy = make_policy(tiny_dir, reference=reference, objective=objective)
     made = rollouts()

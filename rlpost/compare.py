@@ -1,0 +1,271 @@
+"""rlpost-compare: what other reducers and advantages would have done with one saved step.
+
+The policy gradient at ratio 1 is the sum over tokens of c_t * grad logprob_t with c_t = advantage * weight. So the vector
+of c_t says everything a reducer and an advantage decide: where the weight goes, how large the gradient is, and how it is
+turned against another one's. It needs no model: only the step's completions, which every run keeps.
+"""
+
+import argparse
+import csv
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from rlpost.config import build, conf_dir
+from rlpost.data.packing import pack, step_totals
+from rlpost.errors import UserError
+from rlpost.suggest import nearest
+from rlpost.targets import check_target
+from rlpost.types import Completion, Example, PackedBatch, Prompt, Rollout, StepTotals
+
+DEFAULT_ARMS = ["grpo/grpo", "drgrpo/grpo", "grpo/drgrpo", "drgrpo/drgrpo", "grpo/token_mean"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One advantage with one reducer, and what it makes of the step. The first arm is what the others are held against."""
+
+    name: str
+    coefficients: Tensor  # [T] float64: advantage * weight
+    scale: float  # sum of |c| over the first arm's
+    norm: float  # 2-norm of c over the first arm's
+    cosine: float  # between c and the first arm's
+    by_length: dict[str, float]  # share of |c| on the shortest, middle and longest third of the completions
+    correct: float  # share of |c| on completions counted as correct
+
+
+def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
+    """The rollouts of a saved step, those it trained on.
+
+    Raises: UserError if the run or the step is not there.
+    """
+    file = run_dir / "completions" / f"step-{step:06d}.parquet"
+    if not file.is_file():
+        steps = sorted(int(p.stem.removeprefix("step-")) for p in run_dir.glob("completions/step-*.parquet"))
+        have = f"it has steps {steps[0]}..{steps[-1]}" if steps else "it has no saved completions"
+        raise UserError(f"{run_dir}: no completions of step {step}; {have}")
+    rollouts = []
+    for row in pq.read_table(file).to_pylist():
+        prompt = Prompt(
+            Example((), row["answer"]), tuple(row["prompt_token_ids"]), row["prompt"], group_id=row["group_id"]
+        )
+        completion = Completion(
+            tuple(row["token_ids"]), tuple(row["rollout_logprobs"]), row["completion"], row["finish_reason"]
+        )
+        rewards = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
+        rollout = Rollout(prompt, completion, row["sample_index"], rewards, row["reward"], kept=row["kept"])
+        if rollout.kept:
+            rollouts.append(rollout)
+    return rollouts
+
+
+def compare(
+    rollouts: Sequence[Rollout],
+    arms: Mapping[str, tuple[Any, Any]],
+    max_completion_tokens: int,
+    correct: Sequence[bool],
+) -> list[Arm]:
+    """What each arm makes of the rollouts.
+
+    Args:
+        arms: name -> (advantage, reducer).
+        correct: one a rollout.
+    """
+    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+    group_ids = torch.tensor([r.prompt.group_id for r in rollouts])
+    everything = [True] * len(rollouts)
+    totals = step_totals(rollouts, everything, max_completion_tokens)
+    (batch,) = pack(rollouts, everything, sys.maxsize, "padded")
+    rollout_of_token = torch.tensor(list(batch.rollout_ids))[batch.sequence_index]
+    thirds = _length_thirds(rollouts)
+    result: list[Arm] = []
+    for name, (advantage, reducer) in arms.items():
+        c = _coefficients(batch, advantage(rewards, group_ids)[rollout_of_token], reducer, totals)
+        first = result[0].coefficients if result else c
+        size = c.abs()
+        whole = size.sum().item()
+
+        def share(chosen: Tensor, size: Tensor = size, whole: float = whole) -> float:
+            return size[chosen[rollout_of_token]].sum().item() / whole if whole else math.nan
+
+        result.append(
+            Arm(
+                name,
+                c,
+                scale=_ratio(whole, first.abs().sum().item()),
+                norm=_ratio(c.norm().item(), first.norm().item()),
+                cosine=_ratio((c @ first).item(), c.norm().item() * first.norm().item()),
+                by_length={third: share(chosen) for third, chosen in thirds.items()},
+                correct=share(torch.tensor(correct)),
+            )
+        )
+    return result
+
+
+def _coefficients(batch: PackedBatch, advantages: Tensor, reducer: Any, totals: StepTotals) -> Tensor:
+    return advantages * reducer(batch.tokens, totals)
+
+
+def _length_thirds(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(r.completion.token_ids) for r in rollouts])
+    rank = torch.empty_like(lengths)
+    rank[lengths.argsort(stable=True)] = torch.arange(len(lengths))
+    third = rank * 3 // len(lengths)
+    return {name: third == i for i, name in enumerate(("short", "middle", "long"))}
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else math.nan
+
+
+def make_arm(spec: str) -> tuple[Any, Any]:
+    """(advantage, reducer) of "ALGORITHM/REDUCER", each a choice of its group, the reducer with settings after colons:
+    "grpo/drgrpo:divisor=64".
+
+    Raises: UserError naming the part that is wrong.
+    """
+    algorithm, separator, rest = spec.partition("/")
+    if not separator:
+        raise UserError(f"arm {spec}: expected ALGORITHM/REDUCER, as in grpo/drgrpo:divisor=64")
+    reducer, *settings = rest.split(":")
+    advantage_node = _choice("algorithm", algorithm)["advantage"]
+    if "_target_" not in advantage_node:
+        advantage_node = {**_choice("algorithm", "grpo")["advantage"], **advantage_node}
+    reducer_node = {**_choice("reducer", reducer), **OmegaConf.to_container(OmegaConf.from_dotlist(settings))}
+    check_target(reducer_node, f"reducer {reducer}")
+    return build(advantage_node), build(reducer_node)
+
+
+def _choice(group: str, name: str) -> dict[str, Any]:
+    files = {file.stem: file for file in (conf_dir() / group).glob("*.yaml")}
+    if name not in files:
+        raise UserError(f"{group}={name}: there is no such choice{nearest(name, files)}")
+    return OmegaConf.to_container(OmegaConf.load(files[name]), resolve=False)
+
+
+def table(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    return [
+        {
+            "arm": arm.name,
+            "scale": arm.scale,
+            "norm": arm.norm,
+            "cosine": arm.cosine,
+            **{f"weight_{third}": share for third, share in arm.by_length.items()},
+            "weight_correct": arm.correct,
+        }
+        for arm in arms
+    ]
+
+
+def sentences(arms: Sequence[Arm]) -> list[str]:
+    """What an arm's scale does besides its direction; none for arms within 5% of the first."""
+    first, *others = arms
+    return [
+        f"{arm.name} has {arm.scale:.3g} times the policy gradient of {first.name}: like a learning rate times {arm.scale:.3g} "
+        f"under SGD or where clipping does not bind (AdamW alone undoes it), and a KL term counts {1 / arm.scale:.3g} times as "
+        f"much beside it; algorithm.kl.coef times {arm.scale:.3g} would keep the balance."
+        for arm in others
+        if arm.scale and math.isfinite(arm.scale) and not math.isclose(arm.scale, 1, rel_tol=0.05)
+    ]
+
+
+def plot(arms: Sequence[Arm], rollouts: Sequence[Rollout], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    (batch,) = pack(rollouts, [True] * len(rollouts), sys.maxsize, "padded")
+    ids = torch.tensor(list(batch.rollout_ids))[batch.sequence_index]
+    lengths = [len(r.completion.token_ids) for r in rollouts]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for arm in arms:
+        per_completion = torch.zeros(len(rollouts), dtype=torch.float64).index_add(0, ids, arm.coefficients.abs())
+        order = sorted(range(len(rollouts)), key=lambda i: lengths[i])
+        cumulative = per_completion[order].cumsum(0) / per_completion.sum().clamp(min=1e-300)
+        left.step([lengths[i] for i in order], cumulative.tolist(), where="post", label=arm.name)
+    left.set(
+        xlabel="completion length [tokens]",
+        ylabel="share of the step's weight",
+        title="Weight on completions up to a length",
+        ylim=(0, 1.02),
+    )
+    left.legend(fontsize=8)
+    names = [arm.name for arm in arms]
+    right.barh(names, [arm.scale for arm in arms], color="tab:blue")
+    right.set(
+        xscale="log",
+        xlabel=f"policy gradient relative to {names[0]} (log scale)",
+        title="Scale, and cosine to the first",
+    )
+    right.invert_yaxis()
+    for y, arm in enumerate(arms):
+        right.annotate(f" cos {arm.cosine:.3f}", (arm.scale, y), va="center", fontsize=8)
+    right.margins(x=0.25)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    try:
+        sys.exit(_main())
+    except UserError as error:
+        print(f"rlpost-compare: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="rlpost-compare", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--step", type=int, default=1)
+    parser.add_argument(
+        "--arms", nargs="+", default=DEFAULT_ARMS, help="ALGORITHM/REDUCER[:key=value]; the first is the baseline"
+    )
+    parser.add_argument("--out", type=Path, help="where compare.csv, .json and .png go; default: RUN_DIR/compare")
+    arguments = parser.parse_args()
+    made = {spec: make_arm(spec) for spec in arguments.arms}
+    config_file = arguments.run_dir / "config.yaml"
+    if not config_file.is_file():
+        raise UserError(f"{arguments.run_dir}: not a run directory (no config.yaml)")
+    cfg = OmegaConf.load(config_file)
+    rollouts = load_rollouts(arguments.run_dir, arguments.step)
+    function = cfg.evaluation.correct_function or next(iter(rollouts[0].rewards))
+    correct = [
+        r.rewards[function] is not None and r.rewards[function] >= cfg.evaluation.correct_threshold for r in rollouts
+    ]
+    arms = compare(rollouts, made, cfg.rollout.max_tokens, correct)
+
+    out = arguments.out or arguments.run_dir / "compare"
+    out.mkdir(parents=True, exist_ok=True)
+    rows = table(arms)
+    with (out / f"step-{arguments.step:06d}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    (out / f"step-{arguments.step:06d}.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    plot(arms, rollouts, out / f"step-{arguments.step:06d}.png")
+
+    lengths = [len(r.completion.token_ids) for r in rollouts]
+    print(
+        f"step {arguments.step}: {len(rollouts)} completions of {min(lengths)}..{max(lengths)} tokens, {sum(correct)} correct\n"
+    )
+    print(f"{'arm':<28}{'scale':>10}{'norm':>10}{'cosine':>8}   weight on short/middle/long   on correct")
+    for arm in arms:
+        shares = " / ".join(f"{share:.2f}" for share in arm.by_length.values())
+        print(f"{arm.name:<28}{arm.scale:>10.4g}{arm.norm:>10.4g}{arm.cosine:>8.3f}   {shares:<27}   {arm.correct:.2f}")
+    print(*["", *sentences(arms)], sep="\n")
+    print(f"\n{out}/step-{arguments.step:06d}.csv, .json and .png")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

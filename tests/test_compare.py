@@ -1,0 +1,89 @@
+"""rlpost-compare on a step worked out by hand."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpost.compare import compare, load_rollouts, make_arm, sentences
+from rlpost.errors import UserError
+from rlpost.objective.advantages import GroupAdvantage
+from rlpost.objective.reducers import ConstantDivisor, SequenceMean
+from rlpost.tracking import Tracker
+from tests.conftest import make_rollout
+
+CONFIG = "evaluation: {correct_function: null, correct_threshold: 1.0}\nrollout: {max_tokens: 8}\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """One group: a correct completion of 1 token, a wrong one of 4, and one that a filter left out."""
+    rollouts = [make_rollout(completion=[4], reward=1.0), make_rollout(completion=[5] * 4, reward=0.0)]
+    rollouts.append(make_rollout(1, reward=0.0))
+    for rollout in rollouts:
+        rollout.rewards = {"number": rollout.reward}
+    rollouts[2].kept = False
+    Tracker(tmp_path, None).log(3, {}, rollouts)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_scale_cosine_and_shares_by_hand(run: Path) -> None:
+    """c = A w with A = 1/2, -1/2: grpo 1/4 and 4 times -1/16; drgrpo(10) 1/40 and 4 times -1/40."""
+    advantage = GroupAdvantage("none")
+    arms = {"grpo": (advantage, SequenceMean()), "drgrpo": (advantage, ConstantDivisor(10))}
+    rollouts = load_rollouts(run, 3)
+    assert len(rollouts) == 2
+    grpo, drgrpo = compare(rollouts, arms, 8, [True, False])
+    assert (grpo.scale, grpo.norm, grpo.cosine) == pytest.approx((1, 1, 1))
+    assert drgrpo.scale == pytest.approx((5 / 40) / (1 / 2))
+    assert drgrpo.norm == pytest.approx((math.sqrt(5) / 40) / math.sqrt(1 / 16 + 4 / 256))
+    assert drgrpo.cosine == pytest.approx(0.8)
+    assert (grpo.correct, drgrpo.correct) == pytest.approx((1 / 2, 1 / 5))
+    assert grpo.by_length["short"] == pytest.approx(1 / 2)
+    assert sum(drgrpo.by_length.values()) == pytest.approx(1)
+    (sentence,) = sentences([grpo, drgrpo])
+    assert sentence.startswith("drgrpo has 0.25 times the policy gradient of grpo")
+    assert "counts 4 times as much" in sentence
+
+
+def test_the_command_prints_and_writes(run: Path) -> None:
+    command = [sys.executable, "-m", "rlpost.compare", str(run), "--step", "3"]
+    arms = ["--arms", "drgrpo/grpo", "drgrpo/drgrpo:divisor=10"]
+    result = subprocess.run([*command, *arms], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "drgrpo/drgrpo:divisor=10" in result.stdout
+    rows = json.loads((run / "compare" / "step-000003.json").read_text())
+    assert rows[1]["cosine"] == pytest.approx(0.8)
+    assert (run / "compare" / "step-000003.png").stat().st_size > 10_000
+    assert (run / "compare" / "step-000003.csv").read_text().startswith("arm,scale,norm,cosine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "9"], r"no completions of step 9; it has steps 3\.\.3"),
+        (["--step", "3", "--arms", "grpo"], "expected ALGORITHM/REDUCER"),
+        (["--step", "3", "--arms", "grpoo/grpo"], "did you mean 'grpo'"),
+        (["--step", "3", "--arms", "grpo/drgrpo:divizor=3"], "did you mean 'divisor'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run: Path, arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "rlpost.compare", str(run), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    import re
+
+    assert re.search(message, result.stderr)
+
+
+def test_arms_are_groups_choices() -> None:
+    advantage, reducer = make_arm("drgrpo/drgrpo:divisor=64")
+    assert advantage == GroupAdvantage("none")
+    assert reducer == ConstantDivisor(64)
+    with pytest.raises(UserError):
+        make_arm("drgrpo/nothing")
