@@ -105,8 +105,6 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, head, targets, log_normalizer, entropy = ctx.saved_tensors
-        if grad_logprobs is None and grad_entropy is None:
-            return None, None, None, None, None
         grad_hidden, grad_head = torch.zeros_like(hidden), torch.zeros_like(head)
         blocks = _Blocks(hidden, head, targets, ctx.distribution, ctx.rows, log_normalizer.dtype)
         for chunk in _chunks(len(targets), ctx.rows):

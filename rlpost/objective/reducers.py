@@ -104,6 +104,7 @@ class FunctionReducer:
         count = totals.num_tokens if self.calculate_per_token_loss else totals.num_sequences
         return torch.where(tokens.loss_mask, share, 0.0) / max(count, 1)
 
+    @torch.enable_grad()
     def _weights(self, prompt_lengths: Sequence[int], masks: Sequence[Tensor]) -> Tensor:
         """The gradient of the user's function on whole sequences, [sum of their lengths] float64."""
         lengths = [len(mask) for mask in masks]
@@ -113,28 +114,25 @@ class FunctionReducer:
             [mask.to(torch.int64) for mask in masks],
             self.calculate_per_token_loss,
         )
-        at_zero = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
-        value, gradient = self._gradient(reduce, at_zero)
-        # Signs and sizes differ from token to token, so that nothing but a linear function passes.
-        probe = torch.sin(torch.arange(sum(lengths), dtype=torch.float64) * 1.7 + 0.3).requires_grad_()
-        probed, gradient_there = self._gradient(reduce, probe)
-        expected = gradient @ probe.detach()
-        if value != 0 or not torch.allclose(gradient, gradient_there) or not torch.allclose(probed, expected):
-            raise ValueError(
-                f"reducer.path={self.path} is not linear in the token losses: a reducer weighs and sums them; "
-                "what bends them belongs into a loss (algorithm.loss)"
-            )
+        x = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(self._number(reduce(x)), x, allow_unused=True)
+        gradient = torch.zeros_like(x) if gradient is None else gradient
+        # Signs and sizes differ from token to token, and both signs of it are tried: only a linear function passes.
+        probe = torch.sin(torch.arange(sum(lengths), dtype=torch.float64) * 1.7 + 0.3)
+        for point in (probe, -2 * probe):
+            if not torch.allclose(self._number(reduce(point)), gradient @ point):
+                raise ValueError(
+                    f"reducer.path={self.path} is not linear in the token losses: a reducer weighs and sums them; "
+                    "what bends them belongs into a loss (algorithm.loss)"
+                )
         return gradient
 
-    def _gradient(self, reduce: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            value = reduce(x)
+    def _number(self, value: object) -> Tensor:
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"reducer.path={self.path}: the reducer must return a tensor with one number, not {value!r}"
             )
-        (gradient,) = torch.autograd.grad(value, x, allow_unused=True)
-        return value.detach().double().squeeze(), torch.zeros_like(x) if gradient is None else gradient
+        return value.double().squeeze()
 
     def _check_coupling(self) -> None:
         """Whether two sequences side by side get the weights that each gets alone."""

@@ -57,6 +57,11 @@ def test_reinforce_plus_plus_by_hand() -> None:
     )
 
 
+def test_reinforce_plus_plus_has_its_eps_beside_the_deviation() -> None:
+    values = advantages(ReinforcePlusPlus(eps=1.0), [2, 0, 4, 0], [0, 0, 1, 1])
+    assert values[2] == pytest.approx(2 / (math.sqrt(10 / 3) + 1))
+
+
 def test_raw_reward_by_hand() -> None:
     assert advantages(RawReward(), [1, 3], [0, 1]) == [1, 3]
     assert advantages(RawReward(centre=True), [1, 3, math.nan], [0, 1, 1]) == [-1, 1, 0]
@@ -119,6 +124,14 @@ def test_beta_normalisation_without_a_fit_is_reinforce(rates: list[float]) -> No
     advantage = BetaNormalized()
     advantage.load_state_dict({"rates": [rates]})
     assert [p.item() for p in advantage.parameters()] == [1.0, 1.0]
+
+
+def test_beta_normalisation_before_any_step_and_at_its_edges() -> None:
+    fresh = BetaNormalized(window=1, max_weight=0.5)
+    assert [p.item() for p in fresh.parameters()] == [1.0, 1.0]
+    assert all(p.dtype == torch.float64 for p in fresh.parameters())
+    # A group without variation does not end the others' turn; every weight is bounded by 0.5.
+    assert advantages(fresh, [1, 1, 1, 0], [0, 0, 1, 1]) == pytest.approx([0, 0, 0.25, -0.25])
 
 
 ADVANTAGES = [GroupAdvantage(), GroupAdvantage("batch"), NONE, LeaveOneOut(), ReinforcePlusPlus()]
@@ -189,7 +202,7 @@ def test_normalize_then_sum_by_hand() -> None:
         (lambda: BetaNormalized(low=1, high=1), "low=1"),
         (lambda: BetaNormalized(window=0), "window"),
         (lambda: BetaNormalized(max_weight=0), "max_weight"),
-        (lambda: BetaNormalized(alpha=1.0), "together"),
+        (lambda: BetaNormalized(alpha=1.0), "^alpha and beta are set together"),
         (lambda: BetaNormalized(alpha=0.5, beta=1.0), "at least 1"),
         (lambda: BetaNormalized(alpha=1.0, beta=0.5), "at least 1"),
     ],

@@ -63,7 +63,7 @@ def test_a_rollout_logprob_that_is_nan_is_cut(level: str, mode: str) -> None:
     ("advantage", "drift", "kept"),
     [
         (-1.0, 0.2, False),
-        (-1.0, 0.1, True),
+        (-1.0, 0.09, True),
         (1.0, 0.2, True),
         (0.0, 9.0, True),
         (-1.0, -0.5, True),
@@ -72,9 +72,9 @@ def test_a_rollout_logprob_that_is_nan_is_cut(level: str, mode: str) -> None:
 )
 def test_off_policy_sequence_mask(advantage: float, drift: float, kept: bool) -> None:
     """The mean over two active tokens of rollout - current is `drift`; a third, masked, would change it."""
-    rollout = doubles(2 * drift, 0.0, 99.0)
+    logprobs, rollout = doubles(-3.0, -2.0, -1.0), doubles(2 * drift - 3.0, -2.0, 99.0)
     a = doubles(advantage, advantage, advantage)
-    out = OffPolicySequenceMask(threshold=0.1)(ZERO, ZERO, rollout, a, view([3], masked=[(0, 2)]))
+    out = OffPolicySequenceMask(threshold=0.1)(logprobs, ZERO, rollout, a, view([3], masked=[(0, 2)]))
     assert out.multiplier.tolist() == [float(kept)] * 3
     assert out.cut.tolist() == [not kept] * 3
 
@@ -93,3 +93,17 @@ def test_off_policy_sequence_mask(advantage: float, drift: float, kept: bool) ->
 def test_settings_are_checked(make: object, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         make()
+
+
+def test_the_edges_are_allowed_and_inside() -> None:
+    """Bounds of 1 and 1 keep a weight of exactly 1; a threshold of 0 keeps a drift of 0."""
+    out = ImportanceSampling(mode="mask", low=1.0, high=1.0)(ZERO, ZERO, ZERO, ZERO, view([3]))
+    assert out.multiplier.tolist() == [1.0] * 3
+    out = OffPolicySequenceMask(threshold=0)(ZERO, ZERO, ZERO, doubles(-1.0, -1.0, -1.0), view([3]))
+    assert out.multiplier.tolist() == [1.0] * 3
+
+
+def test_float32_stays_float32() -> None:
+    logprobs, rollout = ZERO.float(), ZERO
+    for correction in (ImportanceSampling(), OffPolicySequenceMask()):
+        assert correction(logprobs, logprobs, rollout, logprobs, view([3])).multiplier.dtype == logprobs.dtype

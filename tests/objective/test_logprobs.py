@@ -107,3 +107,27 @@ def test_logprobs_on_the_sampled_support(cuts: dict[str, float], target: int, su
     (logprobs + 2 * entropy).sum().backward()
     (gradient,) = torch.autograd.grad(expected, plain)
     assert head.grad.flatten().tolist() == pytest.approx(gradient.tolist())
+
+
+def test_tokens_far_apart_in_size_do_not_disturb_each_other() -> None:
+    """Logits around 2000 and around 0 in one chunk: each row has its own largest."""
+    hidden = torch.tensor([[1000.0], [0.0]])
+    head = torch.tensor([[2.0], [1.0]])
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([0, 1]))
+    assert logprobs.tolist() == pytest.approx([0.0, math.log(0.5)])
+    assert entropy.tolist() == pytest.approx([0.0, math.log(2)])
+
+
+@pytest.mark.parametrize("cuts", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}])
+def test_each_token_has_its_own_support(cuts: dict[str, float]) -> None:
+    """Three tokens at once equal each by itself."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = 3 * torch.randn(3, 4, dtype=torch.float64, generator=generator)
+    head = torch.randn(6, 4, dtype=torch.float64, generator=generator)
+    targets = torch.tensor([5, 0, 3])
+    together = token_logprobs(hidden, head, targets, SamplingDistribution(**cuts))
+    for t in range(3):
+        alone = token_logprobs(hidden[t : t + 1], head, targets[t : t + 1], SamplingDistribution(**cuts))
+        for a, b in zip(together, alone, strict=True):
+            assert a[t].item() == pytest.approx(b.item())
+    assert (together[1] < token_logprobs(hidden, head, targets)[1]).all()

@@ -52,6 +52,8 @@ def test_clipped(ratio: float, advantage: float, loss: float, gradient: float, l
     [
         (2.0, -1.0, 2.0, 2.0, False),  # under dual_clip * |A| = 3
         (5.0, -1.0, 3.0, 0.0, True),  # stopped at it
+        (5.0, -0.5, 1.5, 0.0, True),
+        (3.5, 0.5, -0.6, 0.0, True),  # not for A > 0, however small
         (5.0, 1.0, -1.2, 0.0, True),  # the usual upper bound
     ],
 )
@@ -65,6 +67,7 @@ def test_dual_clip(ratio: float, advantage: float, loss: float, gradient: float,
     [
         (2.0, -1.0, 2.0, 2.0, False),
         (9.0, -1.0, 4.0, 0.0, True),  # min(4, ...) of the unclipped term
+        (9.0, -0.5, 2.0, 0.0, True),
         (0.5, 1.0, -0.5, -0.5, False),
     ],
 )
@@ -108,7 +111,8 @@ def test_gspo_token_has_the_same_value_and_a_tokens_own_gradient() -> None:
 @pytest.mark.parametrize(
     ("ratio", "advantage", "weight", "low", "high"),
     [
-        (1.5, 2.0, 1.5, False, False),
+        (1.6, 2.0, 1.6, False, False),
+        (5.5, 2.0, 5.0, False, True),
         (7.0, 2.0, 5.0, False, True),
         (7.0, -2.0, 5.0, False, True),
         (0.3, 1.0, 0.5, True, False),
@@ -123,7 +127,7 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(
     assert (out.clipped_low.item(), out.clipped_high.item()) == (low, high)
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "tau"), [(1.0, 2.0, 1.0), (1.7, 2.0, 1.0), (0.4, -1.0, 2.0)])
+@pytest.mark.parametrize(("ratio", "advantage", "tau"), [(1.0, 2.0, 1.0), (1.7, 0.5, 1.0), (0.4, -1.0, 2.0)])
 def test_sapo(ratio: float, advantage: float, tau: float) -> None:
     out, grad = one(SAPOLoss(tau_positive=1.0, tau_negative=2.0), ratio, advantage)
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
@@ -162,12 +166,12 @@ def test_on_policy_every_loss_has_the_policy_gradient(loss: Loss) -> None:
         (lambda: ClippedLoss(eps_high=-0.1), "eps_high"),
         (lambda: ClippedLoss(eps_high=math.inf), "eps_high"),
         (lambda: ClippedLoss(dual_clip=1.0), "dual_clip"),
-        (lambda: ClippedLoss(ratio_cap=1.1), "ratio_cap"),
+        (lambda: ClippedLoss(eps_high=0.3, ratio_cap=1.3), r"ratio_cap must be over 1 \+ eps_high = 1\.3"),
         (lambda: GSPOLoss(eps_low=-1), "eps_low"),
         (lambda: GSPOLoss(variant="word"), "variant"),
         (lambda: CISPOLoss(eps_high=-1), "eps_high"),
         (lambda: SAPOLoss(tau_positive=0), "tau_positive"),
-        (lambda: SAPOLoss(tau_negative=-1), "tau_negative"),
+        (lambda: SAPOLoss(tau_negative=0), "tau_negative"),
     ],
 )
 def test_settings_are_checked(make: object, named: str) -> None:
@@ -175,8 +179,43 @@ def test_settings_are_checked(make: object, named: str) -> None:
         make()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ClippedLoss(eps_low=0, eps_high=0),
+        lambda: ClippedLoss(eps_low=1),
+        lambda: ClippedLoss(dual_clip=1.01),
+        lambda: ClippedLoss(eps_high=0.2, ratio_cap=1.21),
+        lambda: SAPOLoss(tau_positive=0.1, tau_negative=0.1),
+        lambda: CISPOLoss(eps_low=0, eps_high=0),
+    ],
+)
+def test_the_edges_are_allowed(make: object) -> None:
+    assert make()
+
+
 def test_the_ratio_carries_no_gradient() -> None:
     for loss in LOSSES:
         out = loss(doubles(-1.0).requires_grad_(), doubles(-1.2), doubles(1.0), view([1]))
         assert not out.ratio.requires_grad
         assert isinstance(out.loss, torch.Tensor)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=repr)
+def test_without_an_advantage_nothing_is_clipped_and_nothing_lost(loss: Loss) -> None:
+    """Ratios far out on both sides with advantage 0: no loss, no gradient, and no flag but CISPO's, whose bounds hold."""
+    logprobs = doubles(-1.0, -9.0).requires_grad_()
+    out = loss(logprobs, doubles(-9.0, -1.0), doubles(0.0, 0.0), view([1, 1]))
+    out.loss.sum().backward()
+    assert out.loss.tolist() == [0.0, 0.0]
+    assert logprobs.grad.tolist() == [0.0, 0.0]
+    if not isinstance(loss, CISPOLoss):
+        assert not out.clipped_low.any()
+        assert not out.clipped_high.any()
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=repr)
+def test_flags_are_booleans_and_float32_stays_float32(loss: Loss) -> None:
+    out = loss(doubles(-1.0).float(), doubles(-1.2).float(), doubles(0.5).float(), view([1]))
+    assert (out.clipped_low.dtype, out.clipped_high.dtype) == (torch.bool, torch.bool)
+    assert (out.loss.dtype, out.ratio.dtype) == (torch.float32, torch.float32)

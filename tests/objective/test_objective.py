@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpost.data.packing import empty_batch, pack, step_totals
-from rlpost.objective.corrections import ImportanceSampling, OffPolicySequenceMask
+from rlpost.objective.corrections import CorrectionOutput, ImportanceSampling, OffPolicySequenceMask
 from rlpost.objective.losses import CISPOLoss, ClippedLoss, GSPOLoss, ReinforceLoss, SAPOLoss
 from rlpost.objective.objective import Objective
 from rlpost.objective.reducers import ConstantDivisor, FunctionReducer, SequenceMean, TokenMean, TokenSum
@@ -57,6 +57,67 @@ def test_objective_by_hand() -> None:
     assert out.sums["policy/entropy"].item() == pytest.approx(3.0)
     assert out.maxima["rollout/logprob_diff_max"].item() == pytest.approx(0.25)
     assert out.sums["objective/pg_weight"].item() == pytest.approx(2.0)
+
+
+def test_every_metric_by_hand() -> None:
+    """Two completions of two tokens; ratios 1/2, 1 | 3/2, 1; advantages -1 and 1; engine off by 0.1, 0 | 0.3, 0."""
+    made = [make_rollout(g, completion=[4, 5], advantage=a) for g, a in ((0, -1.0), (1, 1.0))]
+    (batch,) = pack(made, [True, True], 64)
+    old = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    batch = replace(
+        batch,
+        old_logprobs=old,
+        ref_logprobs=old + torch.tensor([0.0, 0.0, 0.0, -0.4]),
+        rollout_logprobs=old + torch.tensor([0.1, 0.0, -0.3, 0.0]),
+    )
+    logprobs = old + torch.tensor([0.5, 1.0, 1.5, 1.0], dtype=torch.float64).log()
+    objective = Objective(reducer=ConstantDivisor(8), kl_coef=0.5, kl_estimator="k1")
+    out = objective(batch, logprobs, torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), StepTotals(2, 4, 8))
+    kl = (math.log(0.5) + math.log(1.5) + 0.4) / 4
+    assert {name: value.item() for name, value in out.sums.items()} == pytest.approx(
+        {
+            "policy/loss": (0.8 + 1.0 - 1.2 - 1.0) / 16 + 0.5 * kl,
+            "policy/entropy": 2.5,
+            "policy/kl_ref": kl,
+            "policy/ratio_mean": 1.0,
+            "policy/clip_low": 0.25,
+            "policy/clip_high": 0.25,
+            "objective/pg_weight": 4 / 16,
+            "objective/pg_weight_grpo": 1.0,
+            "rollout/logprob_diff_mean": 0.1,
+        }
+    )
+    assert {name: value.item() for name, value in out.maxima.items()} == pytest.approx(
+        {"policy/ratio_max": 1.5, "rollout/logprob_diff_max": 0.3}
+    )
+
+
+def test_a_correction_is_given_what_it_asks_for() -> None:
+    seen: dict[str, object] = {}
+
+    def spy(logprobs, old_logprobs, rollout_logprobs, advantages, tokens):  # type: ignore[no-untyped-def]
+        seen.update(locals())
+        return CorrectionOutput(torch.ones_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool))
+
+    (batch,) = pack([make_rollout(completion=[4, 5], advantage=2.0, logprobs=[-3.0, -4.0])], [True], 64)
+    batch = replace(batch, old_logprobs=torch.tensor([-1.5, -2.5]))
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    Objective(corrections={"spy": spy})(batch, logprobs, torch.ones(2), StepTotals(1, 2, 8))
+    assert seen["logprobs"].tolist() == [-1.0, -2.0]
+    assert not seen["logprobs"].requires_grad
+    assert seen["old_logprobs"].tolist() == [-1.5, -2.5]
+    assert seen["rollout_logprobs"].tolist() == [-3.0, -4.0]
+    assert seen["advantages"].tolist() == [2.0, 2.0]
+    assert seen["tokens"].loss_mask.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_loss_has_the_logprobs_precision(dtype: torch.dtype) -> None:
+    (batch,) = pack([make_rollout(completion=[4], advantage=1.0)], [True], 64)
+    batch = replace(batch, keep=torch.tensor([True]), ref_logprobs=torch.tensor([-1.0], dtype=dtype))
+    objective = Objective(corrections=CORRECTIONS, kl_coef=0.1, entropy_coef=0.1)
+    out = objective(batch, torch.tensor([-1.0], dtype=dtype), torch.ones(1, dtype=dtype), StepTotals(1, 1, 8))
+    assert {out.loss.dtype, *(value.dtype for value in out.sums.values())} == {dtype}
 
 
 def test_corrections_and_the_kept_tokens_change_the_numerator_only() -> None:
@@ -117,9 +178,10 @@ def test_kl_reducer_same_weighs_the_kl_like_the_policy_gradient() -> None:
 def test_masked_tokens_that_are_not_finite_change_nothing() -> None:
     rollouts = [make_rollout(0, completion=[4]), make_rollout(1, completion=[5], logprobs=[math.nan])]
     (batch,) = pack(rollouts, [True, False], 64)
-    out = Objective()(batch, torch.tensor([-1.0, -math.inf]), torch.ones(2), StepTotals(2, 1, 8))
+    out = Objective()(batch, torch.tensor([-0.75, -math.inf]), torch.ones(2), StepTotals(2, 1, 8))
     assert math.isfinite(out.loss.item())
-    assert all(math.isfinite(v.item()) for v in [*out.sums.values(), *out.maxima.values()])
+    assert all(math.isfinite(v.item()) for v in out.sums.values())
+    assert {n: v.item() for n, v in out.maxima.items()} == {"policy/ratio_max": 1.0, "rollout/logprob_diff_max": 0.25}
 
 
 def test_an_unmasked_nan_rollout_logprob_shows() -> None:

@@ -103,6 +103,24 @@ def test_a_function_may_use_lengths_and_masked_tokens_weigh_nothing(tmp_path: Pa
     assert weights.tolist() == pytest.approx([1 / 5 / 2, 0, 1 / 4 / 2])
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_function_sees_whole_sequences_and_integer_masks(tmp_path: Path, per_token: bool) -> None:
+    """Masks are int64, as the framework gives them; N = 1 and M = 2 divide."""
+    path = function(tmp_path, "assert all(m.dtype == torch.int64 for m in loss_masks)\nreturn lambda x: x.sum()")
+    weights = FunctionReducer(path, per_token)(view([2]), StepTotals(1, 2, 8))
+    assert weights.tolist() == ([0.5, 0.5] if per_token else [1.0, 1.0])
+
+
+def test_it_works_where_gradients_are_off() -> None:
+    with torch.no_grad():
+        weights = FunctionReducer(f"{EXAMPLE}:get_pg_loss_reducer")(view([2]), TOTALS)
+    assert weights.tolist() == pytest.approx([1 / 2000] * 2)
+
+
+def test_max_tokens_is_allowed() -> None:
+    assert ConstantDivisor("max_tokens")(view([1]), TOTALS).tolist() == [1 / 16]
+
+
 def test_an_empty_micro_batch(tmp_path: Path) -> None:
     tokens = view([1])
     empty = type(tokens)(
@@ -118,6 +136,7 @@ def test_an_empty_micro_batch(tmp_path: Path) -> None:
         ("return lambda x: x.abs().sum()", "not linear"),
         ("return lambda x: x.sum() + 1", "not linear"),
         ("return lambda x: torch.relu(x.sum())", "not linear"),
+        ("return lambda x: -torch.relu(-x.sum())", "not linear"),
         ("return lambda x: x.sum() / len(response_lengths)", "another one is beside it"),
         ("return lambda x: x.sum() / sum(response_lengths)", "another one is beside it"),
         ("return lambda x: x", "must return a tensor with one number"),
@@ -125,8 +144,10 @@ def test_an_empty_micro_batch(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_reducer_cannot_be_is_refused_at_once(body: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        FunctionReducer(function(tmp_path, body))
+    path = function(tmp_path, body)
+    with pytest.raises(ValueError, match=message) as error:
+        FunctionReducer(path)
+    assert str(error.value).startswith(f"reducer.path={path}")
 
 
 def test_a_reducer_of_nothing_is_zero(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Checkpoints: whole or not there, everything restored, old ones pruned."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlpost.objective.logprobs import SamplingDistribution
+from rlpost.objective.objective import Objective
+from rlpost.trainer import distributed
+from rlpost.trainer import model as trainer_model
+from rlpost.trainer.checkpoint import Checkpoints
+from rlpost.trainer.policy import Policy
+from tests.trainer.test_policy import groups, make_policy, rollouts, weights
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def with_reference(tiny_dir: Path) -> Policy:
+    mesh = distributed.data_mesh()
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
+    return make_policy(tiny_dir, reference=reference, objective=Objective(kl_coef=0.1), reference_every=1)
+
+
+def reference_weights(policy: Policy) -> list[torch.Tensor]:
+    return [distributed.full(p.detach()).clone() for p in policy.reference.parameters()]
+
+
+def test_a_restored_policy_goes_on_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
+    made = rollouts()
+    policy = with_reference(tiny_dir)
+    policy.update(made, groups(made), step=1)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(policy, 1, {"stream": {"position": 4}})
+    states = torch.rand(2), np.random.rand(2), random.random()
+    expected = policy.update(made, groups(made), step=2)
+    expected.pop("train/tokens_per_s")
+    after = weights(policy), reference_weights(policy)
+
+    restored = with_reference(tiny_dir)
+    state = checkpoints.load(checkpoints.latest(), restored)
+    assert state == {"step": 1, "stream": {"position": 4}}
+    again = torch.rand(2), np.random.rand(2), random.random()
+    assert torch.equal(again[0], states[0])
+    assert (again[1] == states[1]).all()
+    assert again[2] == states[2]
+    metrics = restored.update(made, groups(made), step=2)
+    metrics.pop("train/tokens_per_s")
+    assert metrics == expected
+    assert all(torch.equal(w, after[0][n]) for n, w in weights(restored).items())
+    assert all(torch.equal(a, b) for a, b in zip(reference_weights(restored), after[1], strict=True))
+    assert restored.scheduler.last_epoch == policy.scheduler.last_epoch == 2
+
+
+def test_a_reference_that_stays_is_not_saved(tiny_dir: Path, tmp_path: Path) -> None:
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.data_mesh())
+    staying = make_policy(tiny_dir, reference=reference, objective=Objective(kl_coef=0.1))
+    sizes = []
+    for step, policy in enumerate((staying, with_reference(tiny_dir)), start=1):
+        Checkpoints(tmp_path).save(policy, step, {})
+        sizes.append(sum(f.stat().st_size for f in (tmp_path / f"step-{step:06d}" / "weights").iterdir()))
+    assert sizes[1] > 1.2 * sizes[0]
+
+
+def test_old_ones_are_pruned_and_half_written_ones_do_not_count(tiny_dir: Path, tmp_path: Path) -> None:
+    policy = make_policy(tiny_dir)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    (tmp_path / ".writing-000009" / "weights").mkdir(parents=True)
+    assert checkpoints.latest() is None
+    for step in (1, 2, 10):
+        checkpoints.save(policy, step, {})
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000010"]
+    assert checkpoints.latest() == tmp_path / "step-000010"
+    assert checkpoints.peek(checkpoints.latest())["step"] == 10
+    Checkpoints(tmp_path, keep=None).save(policy, 11, {})
+    assert len(list(tmp_path.glob("step-*"))) == 3
+
+
+def test_a_step_saved_again_replaces_itself(tiny_dir: Path, tmp_path: Path) -> None:
+    policy = make_policy(tiny_dir)
+    checkpoints = Checkpoints(tmp_path)
+    for tokens in (1, 2):
+        checkpoints.save(policy, 5, {"tokens": tokens})
+    assert checkpoints.load(checkpoints.latest(), policy)["tokens"] == 2
