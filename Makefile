@@ -11,7 +11,7 @@ ARGS ?=
 PORT ?= 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock train test test-fast lint format ui sweep bench clean
+.PHONY: help setup lock train test test-fast coverage mutate lint format ui sweep bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -49,6 +49,13 @@ test: $(READY) ## Run the whole test suite
 
 test-fast: $(READY) ## Run the tests that take seconds
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+coverage: $(READY) ## Lines and branches of the objective that its tests run
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/objective --cov=rlpost.objective --cov-branch --cov-report=term-missing
+
+mutate: $(READY) ## Mutation testing of the objective (docs/mutation.md)
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run
+	@$(BIN)/mutmut results
 
 lint: $(READY) ## Check style, formatting and the import contracts
 	@$(BIN)/ruff check .

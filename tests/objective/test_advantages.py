@@ -44,6 +44,13 @@ def test_batch_std_by_hand() -> None:
     )
 
 
+def test_batch_std_of_two() -> None:
+    std = math.sqrt(0.5)
+    assert advantages(GroupAdvantage(normalize="batch", eps=0), [1, 0], [0, 0]) == pytest.approx(
+        [0.5 / std, -0.5 / std]
+    )
+
+
 def test_leave_one_out_by_hand() -> None:
     """3 against the mean of 0 and 0; 0 against the mean of 3 and 0."""
     assert advantages(LeaveOneOut(), [3, 0, 0], [0] * 3) == pytest.approx([3, -1.5, -1.5])

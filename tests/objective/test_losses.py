@@ -112,6 +112,7 @@ def test_gspo_token_has_the_same_value_and_a_tokens_own_gradient() -> None:
     ("ratio", "advantage", "weight", "low", "high"),
     [
         (1.6, 2.0, 1.6, False, False),
+        (1.2, 2.0, 1.2, False, False),
         (5.5, 2.0, 5.0, False, True),
         (7.0, 2.0, 5.0, False, True),
         (7.0, -2.0, 5.0, False, True),
