@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlpost.objective.sequences import sequence_mean, sequence_sum
+from rlpost.objective.sequences import per_token, sequence_mean, sequence_sum
 from rlpost.types import TokenView
 
 
@@ -69,9 +69,9 @@ class ImportanceSampling:
     ) -> CorrectionOutput:
         log_weight = old_logprobs - rollout_logprobs.to(old_logprobs.dtype)
         if self.level == "sequence":
-            log_weight = sequence_sum(log_weight, tokens)[tokens.sequence_index]
+            log_weight = per_token(sequence_sum(log_weight, tokens), tokens)
         elif self.level == "geometric":
-            log_weight = sequence_mean(log_weight, tokens)[tokens.sequence_index]
+            log_weight = per_token(sequence_mean(log_weight, tokens), tokens)
         log_low = math.log(self.low) if self.low > 0 else -math.inf
         # Not "< low or > high": a NaN, from a logprob that the engine failed to give, is out of bounds too.
         inside = (log_weight >= log_low) & (log_weight <= math.log(self.high))
@@ -101,6 +101,6 @@ class OffPolicySequenceMask:
         advantages: Tensor,
         tokens: TokenView,
     ) -> CorrectionOutput:
-        drift = sequence_mean(rollout_logprobs.to(logprobs.dtype) - logprobs, tokens)[tokens.sequence_index]
+        drift = per_token(sequence_mean(rollout_logprobs.to(logprobs.dtype) - logprobs, tokens), tokens)
         kept = (advantages >= 0) | (drift <= self.threshold)  # a NaN drift is cut
         return CorrectionOutput(kept.to(logprobs.dtype), ~kept)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlpost.objective.sequences import sequence_mean
+from rlpost.objective.sequences import per_token, sequence_mean
 from rlpost.types import TokenView
 
 
@@ -86,7 +86,7 @@ class GSPOLoss:
             raise ValueError(f"variant must be 'sequence' or 'token', not {self.variant!r}")
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tokens: TokenView) -> TokenLoss:
-        ratio = torch.exp(sequence_mean(logprobs - old_logprobs, tokens))[tokens.sequence_index]
+        ratio = per_token(torch.exp(sequence_mean(logprobs - old_logprobs, tokens)), tokens)
         if self.variant == "token":
             ratio = ratio.detach() * torch.exp(logprobs - logprobs.detach())
         loss, low, high = _clipped(ratio, ratio, advantages, self.eps_low, self.eps_high)

@@ -1,4 +1,4 @@
-"""Sums and means over each sequence's active tokens."""
+"""Sums and means over each sequence's active tokens, and back to the tokens."""
 
 import torch
 from torch import Tensor
@@ -15,3 +15,13 @@ def sequence_sum(values: Tensor, tokens: TokenView) -> Tensor:
 def sequence_mean(values: Tensor, tokens: TokenView) -> Tensor:
     """Args: values [T]. Returns: [B], the mean over each sequence's active tokens; 0 where none is."""
     return sequence_sum(values, tokens) / tokens.active_lengths.clamp(min=1).to(values.dtype)
+
+
+def per_token(values: Tensor, tokens: TokenView) -> Tensor:
+    """Each token's sequence's value.
+
+    Not values[index]: the gradient of plain indexing adds up repeats in whatever order the threads come.
+
+    Args: values [B]. Returns: [T].
+    """
+    return values.index_select(0, tokens.sequence_index)

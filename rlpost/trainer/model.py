@@ -36,7 +36,9 @@ class TokenScorer(nn.Module):
             attention_mask=attention_mask(batch),
             use_cache=False,
         ).last_hidden_state
-        predicting = hidden.flatten(0, 1)[batch.predictor_index]
+        # Not hidden[index]: completions share their prompt's last position, and the gradient of plain indexing adds up
+        # such repeats in whatever order the threads come, so a run would not repeat to the last bit.
+        predicting = hidden.flatten(0, 1).index_select(0, batch.predictor_index)
         head = self.language_model.get_output_embeddings().weight
         return token_logprobs(predicting, head, batch.target_ids, self.distribution)
 
