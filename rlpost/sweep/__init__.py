@@ -1,0 +1,1 @@
+"""Sweeps: arms over seeds, and what can be concluded from them."""
