@@ -21,6 +21,7 @@ from rlpost.config import Config, build, check_task, conf_dir, resolve_paths, va
 from rlpost.errors import UserError
 from rlpost.explain import explain
 from rlpost.rundir import RunDir
+from rlpost.sweep.arms import SweepFailedError
 
 
 class RunFailedError(Exception):
@@ -51,6 +52,9 @@ def _run() -> int:
         if failed.code not in (2, 130):
             print(f"rlpost: {failed}", file=sys.stderr)
         return failed.code
+    except SweepFailedError as failed:
+        print(f"rlpost: {failed}", file=sys.stderr)
+        return 1
     except UserError as error:
         print(f"rlpost: {error}", file=sys.stderr)
         return 2
@@ -70,6 +74,8 @@ def _app(cfg: DictConfig) -> float | None:
         return _job(cfg)
     except Exception as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
+            if isinstance(error, RunFailedError) and error.code == 130:
+                raise KeyboardInterrupt from error  # ends the sweep, not this job alone
             raise
         _single_run_error = error
         return None

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlpost.config import build, check_task, conf_dir, resolve_paths, reward_nodes, validate
 from rlpost.errors import UserError
+from rlpost.sweep.arms import expand
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -68,13 +69,10 @@ def test_every_sweep_composes_and_every_job_is_valid(sweep: str) -> None:
         search = [f"hydra.searchpath=[file://{CONF}]"]
         full = compose(sweep, search, return_hydra_config=True)
         assert full.hydra.mode.name == "MULTIRUN"
-        params = OmegaConf.to_container(full.hydra.sweeper.params)
-        assert params
-        jobs = [[]]
-        for key, values in params.items():
-            jobs = [[*job, f"{key}={value}"] for job in jobs for value in str(values).split(",")]
+        jobs = expand(full.hydra.sweeper.arms, full.hydra.sweeper.seeds, full.hydra.sweeper.baseline)
+        assert len({job.directory for job in jobs}) == len(jobs) >= 6
         for job in jobs:
-            validate(compose(sweep, [*search, "run_dir=outputs/n/1", *job]))
+            validate(compose(sweep, [*search, "run_dir=outputs/n/1", *job.overrides]))
 
 
 def test_experiments_override_the_defaults() -> None:

@@ -202,7 +202,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted: Path
 
 def test_killed_workers_are_failed(work: Path) -> None:
     run = work / "runs/worker-killed"
-    process = start(work, *KILLED, f"run_dir={run}")
+    process = start(work, *KILLED, "rollout=transformers", f"run_dir={run}")
     wait_for_steps(run, 1, process)
     for pid in worker_pids(process.pid):
         os.kill(pid, signal.SIGKILL)
@@ -218,7 +218,8 @@ def test_killed_workers_are_failed(work: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_checkpoints_and_exits_130(number: signal.Signals, uninterrupted: Path, work: Path) -> None:
     run = work / f"runs/{number.name}"
-    process = start(work, *KILLED, f"run_dir={run}")
+    engine = "vllm" if number == signal.SIGTERM else "transformers"  # the first is compared with a vLLM run
+    process = start(work, *KILLED, f"rollout={engine}", f"run_dir={run}")
     wait_for_steps(run, 1, process)
     process.send_signal(number)
     _, err = process.communicate(timeout=120)

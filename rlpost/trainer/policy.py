@@ -102,6 +102,8 @@ class Policy:
         for epoch in range(s.num_epochs):
             order = np.random.default_rng([s.seed, step, epoch]).permutation(sorted(group_ids))
             for groups in np.array_split(order, s.num_mini_batches):
+                if not len(groups):  # a filter left fewer groups than mini-batches
+                    continue
                 chosen = set(groups.tolist())
                 members = [i for i, rollout in enumerate(rollouts) if rollout.prompt.group_id in chosen]
                 batches = self._pack(rollouts, members, attached)

@@ -222,6 +222,13 @@ def test_the_gradients_scale_is_reported_against_grpo(tiny_dir: Path) -> None:
     assert metrics["objective/pg_scale"] == pytest.approx(4 / 64)
 
 
+def test_fewer_groups_than_mini_batches(tiny_dir: Path) -> None:
+    made = rollouts(num_groups=2)
+    policy = make_policy(tiny_dir, num_mini_batches=3)
+    policy.update(made, groups(made), step=1)
+    assert policy.scheduler.last_epoch == 2
+
+
 def test_an_engine_that_disagrees_stops_the_run_before_any_change(tiny_dir: Path) -> None:
     policy = make_policy(tiny_dir, max_logprob_diff=0.01)
     made = rollouts()
