@@ -173,6 +173,7 @@ class MlflowSink:
         # The client's own retries would block for minutes; this thread retries by itself.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # a new store's migrations are no news
         self.run_id = run_id
         self._uri = uri
         self._experiment = experiment

@@ -5,7 +5,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# A finished engine of one test module must not end the process group of the next.
+# Engines run inside the test's process, as they do in a run.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from collections.abc import Iterator, Sequence
