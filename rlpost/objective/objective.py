@@ -28,7 +28,7 @@ class Objective:
 
     Attributes:
         corrections: by name; their multipliers multiply the policy gradient's token losses.
-        kl_coef: weight of the KL term towards the reference model; 0 needs no reference.
+        kl_coef: weight of the KL term towards the reference model; with 0 the KL is reported where there is a reference.
         kl_unbiased: multiply the estimate by the ratio pi / pi_old, which makes its gradient the KL's own (DeepSeek-V3.2,
             arXiv:2512.02556): the gradient of k1 alone is zero on average, that of k3 alone is that of another divergence.
         kl_reducer: "sequence_mean", or "same" to weigh the KL term like the policy gradient.
@@ -77,10 +77,11 @@ class Objective:
         if batch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, batch.ref_logprobs, self.kl_estimator)
             sums["policy/kl_ref"] = _weighted_sum(kl.detach(), mean_weights)
-            if self.kl_unbiased:
-                kl = kl * torch.exp(logprobs - old_logprobs)
-            kl_weights = weights if self.kl_reducer == "same" else mean_weights
-            loss = loss + self.kl_coef * _weighted_sum(kl, kl_weights)
+            if self.kl_coef:
+                if self.kl_unbiased:
+                    kl = kl * torch.exp(logprobs - old_logprobs)
+                kl_weights = weights if self.kl_reducer == "same" else mean_weights
+                loss = loss + self.kl_coef * _weighted_sum(kl, kl_weights)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * _weighted_sum(entropy, mean_weights)
         sums["policy/loss"] = loss.detach()

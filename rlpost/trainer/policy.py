@@ -84,7 +84,7 @@ class Policy:
 
         Raises:
             EngineMismatchError: before any weight changes.
-            FloatingPointError: the gradient is not finite; before that optimizer step.
+            FloatingPointError: the gradient or a log-probability is not finite; before that optimizer step.
         """
         s = self._settings
         started = time.perf_counter()
@@ -93,7 +93,7 @@ class Policy:
             attached["old_logprobs"], entropy = self._score(self.scorer, rollouts)
             if s.top_entropy_share is not None:
                 attached["keep"] = self._top_entropy(rollouts, entropy, s.top_entropy_share)
-        if self.reference is not None and self._objective.kl_coef:
+        if self.reference is not None:
             attached["ref_logprobs"], _ = self._score(self.reference, rollouts)
 
         means: dict[str, list[float]] = defaultdict(list)
@@ -210,6 +210,8 @@ class Policy:
                 maxima[name] = float(np.maximum(maxima[name], value.item()))  # keeps a NaN
         sums, maxima = distributed.sum_over_ranks(sums), distributed.max_over_ranks(maxima)
 
+        if np.isnan(maxima["policy/ratio_max"]):
+            raise FloatingPointError("a log-probability is not a number: the run has diverged; lower optimizer.lr")
         gap = maxima["rollout/logprob_diff_max"]
         if s.max_logprob_diff is not None and not gap <= s.max_logprob_diff:
             raise EngineMismatchError(

@@ -256,6 +256,14 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_any_change(tiny_dir:
         assert torch.equal(weight, before[name])
 
 
+def test_weights_that_are_not_numbers_are_a_divergence_and_not_the_engines_fault(tiny_dir: Path) -> None:
+    policy = make_policy(tiny_dir, max_logprob_diff=1e9)
+    with torch.no_grad():
+        next(iter(policy.scorer.parameters())).fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="a log-probability is not a number: the run has diverged"):
+        policy.update(rollouts(), groups(rollouts()), step=1)
+
+
 def test_truncated_completions_can_be_masked(tiny_dir: Path) -> None:
     made = [make_rollout(0, completion=[4, 5], advantage=1.0, finish_reason="length")]
     policy = make_policy(tiny_dir, mask_truncated=True)
@@ -275,6 +283,21 @@ def test_the_reference_pulls_back(tiny_dir: Path) -> None:
     first = policy.update(made, groups(made), step=1)
     assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
     assert policy.update(made, groups(made), step=2)["policy/kl_ref"] > 1e-5
+
+
+def test_the_kl_can_be_measured_without_a_term_in_the_loss(tiny_dir: Path) -> None:
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.data_mesh())
+    measuring, plain = make_policy(tiny_dir, reference=reference), make_policy(tiny_dir)
+    made = rollouts()
+    for step in (1, 2):
+        measured = measuring.update(made, groups(made), step=step)
+        alone = plain.update(made, groups(made), step=step)
+        assert measured["policy/loss"] == alone["policy/loss"]
+        assert measured["policy/grad_norm"] == alone["policy/grad_norm"]
+        assert "policy/kl_ref" not in alone
+    assert measured["policy/kl_ref"] > 1e-5
+    for name, weight in weights(plain).items():
+        assert torch.equal(weight, weights(measuring)[name])
 
 
 def test_gradient_clipping_reports_the_norm_before(tiny_dir: Path) -> None:
