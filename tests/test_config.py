@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlpost.config import build, check_task, conf_dir, resolve_paths, reward_nodes, validate
 from rlpost.errors import UserError
-from rlpost.sweep.arms import expand
+from rlpost.sweep.arms import named_arms
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -69,8 +69,13 @@ def test_every_sweep_composes_and_every_job_is_valid(sweep: str) -> None:
         search = [f"hydra.searchpath=[file://{CONF}]"]
         full = compose(sweep, search, return_hydra_config=True)
         assert full.hydra.mode.name == "MULTIRUN"
-        jobs = expand(full.hydra.sweeper.arms, full.hydra.sweeper.seeds, full.hydra.sweeper.baseline)
+        if not full.sweep.arms:  # a search
+            assert dict(full.hydra.sweeper.params) == {"optimizer.lr": "tag(log, interval(1e-6, 1e-4))"}
+            validate(compose(sweep, [*search, "run_dir=outputs/n/1"]))
+            return
+        jobs = named_arms(full.sweep.arms, full.sweep.seeds)
         assert len({job.directory for job in jobs}) == len(jobs) >= 6
+        assert full.sweep.baseline in {job.arm for job in jobs}
         for job in jobs:
             validate(compose(sweep, [*search, "run_dir=outputs/n/1", *job.overrides]))
 

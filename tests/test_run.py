@@ -1,27 +1,17 @@
-"""Whole runs through the command line: real processes, real engines, the tiny model.
-
-Metrics that read a clock or the memory differ between equal runs; everything else must be equal to the last bit.
-"""
+"""Whole runs through the command line: real processes, real engines, the tiny model."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import pyarrow.parquet as pq
 import pytest
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.runs import TINY, assert_equal, exact, rlpost, rows, weights
 
 pytestmark = pytest.mark.slow
 
-CLOCK = ("time/", "memory/", "rollout/tokens_per_s", "train/tokens_per_s")
 METRICS = {
     *("reward/mean", "reward/std", "reward/format/mean", "reward/format/std", "reward/zero_std_groups"),
     *("completions/length_mean", "completions/length_min", "completions/length_max", "completions/truncated"),
@@ -31,69 +21,6 @@ METRICS = {
     *("rollout/logprob_diff_max", "rollout/tokens_per_s", "rollout/staleness", "train/tokens_per_s"),
     *("time/rollout", "time/reward", "time/update", "time/sync", "time/step", "memory/rss_gb", "tokens/total"),
 }
-TINY = ["experiment=debug", "reward.format.pattern='[0-9]'"]
-# Steps long enough to be killed in, with a checkpoint that is not the newest step.
-KILLED = [*TINY, "steps=7", "checkpoint.every=2", "rollout.max_tokens=60", "prompts_per_step=8", "evaluation.every=3"]
-
-
-def start(cwd: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rlpost", *overrides]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def rlpost(cwd: Path, *overrides: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    process = start(cwd, *overrides)
-    out, err = process.communicate(timeout=280)
-    assert process.returncode == code, f"{process.returncode}\n{out}\n{err}"
-    return subprocess.CompletedProcess(process.args, code, out, err)
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def exact(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows(run)]
-
-
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    whole = run / "whole.pt"
-    dcp_to_torch_save(run / "checkpoints" / f"step-{step:06d}" / "weights", whole)
-    return torch.load(whole, weights_only=False)
-
-
-def assert_equal(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_equal(a[key], b[key])
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    else:
-        assert a == b
-
-
-def worker_pids(launcher: int) -> list[int]:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [pid for child in map(int, children) for pid in (child, *worker_pids(child))]
-
-
-def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
-    while not (run / "metrics.jsonl").is_file() or len(rows(run)) < count:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
-def kill_in_a_step(cwd: Path, run: str, after: int, *overrides: str) -> None:
-    """SIGKILL to launcher and workers in the middle of the step after `after`."""
-    process = start(cwd, *overrides, f"run_dir={run}")
-    wait_for_steps(cwd / run, after, process)
-    time.sleep(0.05)
-    for pid in [process.pid, *worker_pids(process.pid)]:
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-    process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -176,72 +103,6 @@ def test_a_directory_with_a_run_is_refused_and_a_finished_one_stays(
 def test_resuming_nothing_is_an_error(work: Path) -> None:
     assert "there is no run to resume" in rlpost(work, "run_dir=runs/none", "resume=true", code=2).stderr
     assert not (work / "runs/none").exists()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(work: Path) -> Path:
-    rlpost(work, *KILLED, "run_dir=runs/whole")
-    return work / "runs/whole"
-
-
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted: Path, work: Path) -> None:
-    kill_in_a_step(work, "runs/killed", 3, *KILLED)
-    killed = work / "runs/killed"
-    assert json.loads((killed / "status.json").read_text())["state"] == "running"
-    assert len(rows(killed)) < 7
-    rlpost(work, f"run_dir={killed}", "resume=true")
-    assert exact(killed) == exact(uninterrupted)
-    assert_equal(weights(killed, 7), weights(uninterrupted, 7))
-    result = json.loads((killed / "result.json").read_text())
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
-    steps = [m.step for m in client.get_metric_history(result["mlflow_run_id"], "reward/mean")]
-    assert sorted(steps) == list(range(1, 8))  # the same run, each step once
-    kept = sorted(p.name for p in (killed / "checkpoints").iterdir())
-    assert kept == ["step-000006", "step-000007"]
-
-
-def test_killed_workers_are_failed(work: Path) -> None:
-    run = work / "runs/worker-killed"
-    process = start(work, *KILLED, "rollout=transformers", f"run_dir={run}")
-    wait_for_steps(run, 1, process)
-    for pid in worker_pids(process.pid):
-        os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 137, err
-    assert "ended with exit code 137" in err
-    status = json.loads((run / "status.json").read_text())
-    assert (status["state"], status["error"]) == ("failed", "the workers ended with exit code 137")
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
-    assert client.get_run(status["mlflow_run_id"]).info.status == "FAILED"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_checkpoints_and_exits_130(number: signal.Signals, uninterrupted: Path, work: Path) -> None:
-    run = work / f"runs/{number.name}"
-    engine = "vllm" if number == signal.SIGTERM else "transformers"  # the first is compared with a vLLM run
-    process = start(work, *KILLED, f"rollout={engine}", f"run_dir={run}")
-    wait_for_steps(run, 1, process)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    status = json.loads((run / "status.json").read_text())
-    assert status["state"] == "interrupted"
-    done = len(rows(run))
-    assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
-    assert client.get_run(status["mlflow_run_id"]).info.status == "KILLED"
-    if number == signal.SIGTERM:
-        rlpost(work, f"run_dir={run}", "resume=true")
-        assert exact(run) == exact(uninterrupted)
-        assert client.get_run(status["mlflow_run_id"]).info.status == "FINISHED"
-
-
-def test_two_ranks_train_like_one(uninterrupted: Path, work: Path) -> None:
-    rlpost(work, *KILLED, "run_dir=runs/two", "cluster=cpu2", "tracking=none", "cluster.threads=1")
-    for two, one in zip(exact(work / "runs/two"), exact(uninterrupted), strict=True):
-        assert {k for k, v in two.items() if v is None} == {k for k, v in one.items() if v is None}
-        known = [{k: v for k, v in row.items() if v is not None} for row in (two, one)]
-        assert known[0] == pytest.approx(known[1], rel=1e-3, abs=1e-4)
 
 
 def test_it_learns(work: Path) -> None:
@@ -348,16 +209,3 @@ def test_what_a_user_gets_wrong_is_one_line_and_exit_code_2(
 def test_help_and_cfg_answer(tmp_path: Path) -> None:
     assert "reducer: drgrpo, function, grpo, sum, token_mean" in rlpost(tmp_path, "--help").stdout
     assert "divisor: 64" in rlpost(tmp_path, "--cfg", "job", "reducer=drgrpo", "reducer.divisor=64").stdout
-
-
-SMOLLM2 = ["prompts_per_step=2", "samples_per_prompt=4", "steps=2", "rollout.max_tokens=12", "tracking=none"]
-
-
-def test_the_default_model_resumes_bit_for_bit(work: Path) -> None:
-    overrides = [*SMOLLM2, "evaluation.at_end=false"]
-    rlpost(work, *overrides, "run_dir=runs/smol")
-    kill_in_a_step(work, "runs/smol-killed", 1, *overrides, "checkpoint.every=1")
-    rlpost(work, "run_dir=runs/smol-killed", "resume=true")
-    assert exact(work / "runs/smol-killed") == exact(work / "runs/smol")
-    assert_equal(weights(work / "runs/smol-killed", 2), weights(work / "runs/smol", 2))
-    assert all(row["rollout/logprob_diff_max"] < 1e-3 for row in rows(work / "runs/smol"))

@@ -1,15 +1,21 @@
-"""What a sweep consists of: named arms, each a list of overrides, over seeds; and where its jobs stand.
+"""What a sweep consists of: arms, each a list of overrides, over seeds; and where its jobs stand.
 
 outputs/sweeps/<name>/<id>/sweep.json            what was planned
-outputs/sweeps/<name>/<id>/<arm>/seed-<n>/       a run directory a job
+outputs/sweeps/<name>/<id>/<arm>/seed-<n>/       a run directory a job (<number>/ where arms have no names)
 """
 
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
 from rlpost.errors import UserError
 from rlpost.rundir import RunDir
@@ -25,51 +31,115 @@ class SweepFailedError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """One arm with one seed."""
+    """One arm with one seed. Its run is in `directory`, under the sweep's."""
 
     arm: str
     seed: int
     overrides: tuple[str, ...]
-
-    @property
-    def directory(self) -> str:
-        """Where its run is, under the sweep's directory."""
-        return f"{self.arm}/seed-{self.seed}"
+    directory: str
 
 
-def expand(
-    arms: Mapping[str, Sequence[str]], seeds: Sequence[int], baseline: str, common: Sequence[str] = ()
-) -> list[Job]:
-    """All jobs, seed by seed, so that an unfinished sweep has pairs to compare.
+def named_arms(arms: Mapping[str, Sequence[str]], seeds: Sequence[int], arguments: Sequence[str] = ()) -> list[Job]:
+    """The jobs of a sweep file, seed by seed, so that an unfinished sweep has pairs to compare.
 
-    Args: common: overrides of every job; an arm's own come after them and win.
+    Args: arguments: the command line's overrides, for every job; an arm's own come after them and win.
 
-    Raises: UserError where there is nothing to run, a seed stands there twice, a name cannot be a directory's, or the
-        baseline is no arm.
+    Raises: UserError where there is no seed, a seed stands there twice, a name cannot be a directory's, or the command
+        line has choices or a seed of its own.
     """
-    if not arms or not seeds:
-        raise UserError(
-            "hydra.sweeper: a sweep needs at least one arm and one seed (arms: {name: [overrides]}, seeds: [0])"
-        )
+    if not seeds:
+        raise UserError("sweep.seeds=[]: a sweep of named arms needs at least one seed: sweep.seeds=[0,1,2]")
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"hydra.sweeper.seeds={list(seeds)}: a seed stands there twice")
+        raise UserError(f"sweep.seeds={list(seeds)}: a seed stands there twice")
     for name in arms:
         if not NAME.fullmatch(name):
-            raise UserError(f"hydra.sweeper.arms.{name}: letters, digits, '_', '-' and '.' make an arm's name")
-    if baseline not in arms:
-        raise UserError(f"hydra.sweeper.baseline={baseline}: there is no such arm{nearest(baseline, arms)}")
+            raise UserError(f"sweep.arms.{name}: letters, digits, '_', '-' and '.' make an arm's name")
+    common = []
+    for override in OverridesParser.create().parse_overrides(list(arguments)):
+        if override.key_or_group == "seed":
+            raise UserError(f"{override.input_line}: the seeds of this sweep are sweep.seeds={list(seeds)}")
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line}: this sweep has named arms; add one with +sweep.arms.NAME=[...]")
+        if not str(override.key_or_group).startswith("sweep."):
+            common.append(str(override.input_line))
     return [
-        Job(name, seed, (*common, *overrides, f"seed={seed}")) for seed in seeds for name, overrides in arms.items()
+        Job(name, seed, (*common, *overrides, f"seed={seed}"), f"{name}/seed-{seed}")
+        for seed in seeds
+        for name, overrides in arms.items()
     ]
+
+
+def choices(arguments: Sequence[str], loader: ConfigLoader | None, name: str, seed: int) -> list[Job]:
+    """The jobs of a plain multirun: every combination of the command line's choices, ranges and globs.
+
+    An arm is what a combination sets besides the seed.
+
+    Args:
+        loader: knows the groups that a glob picks from.
+        name: of the only arm, where nothing but the seed varies.
+        seed: of every job, where the seed does not vary.
+
+    Raises: UserError where an override is a continuous interval, which only a search can use.
+    """
+    fixed: list[str] = []
+    varied: list[list[tuple[Override, str]]] = []
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(list(arguments)):
+        if not override.is_sweep_override():
+            if override.key_or_group == "seed":
+                seed = int(str(override.value()))
+            if not str(override.key_or_group).startswith("sweep."):
+                fixed.append(str(override.input_line))
+        elif override.is_discrete_sweep():
+            key = override.get_key_element()
+            varied.append([(override, f"{key}={value}") for value in override.sweep_string_iterator()])
+        else:
+            raise UserError(f"{override.input_line}: an interval is for a search: hydra/sweeper=optuna")
+    jobs = []
+    for number, combination in enumerate(itertools.product(*varied)):
+        own = [text for override, text in combination if override.key_or_group != "seed"]
+        seeds = [int(text.split("=", 1)[1]) for override, text in combination if override.key_or_group == "seed"]
+        arm = ", ".join(text.lstrip("+") for text in own) or name
+        overrides = (*fixed, *(text for _, text in combination))
+        jobs.append(Job(arm, seeds[0] if seeds else seed, overrides, str(number)))
+    return jobs
 
 
 @dataclass(frozen=True)
 class Plan:
-    """sweep.json."""
+    """sweep.json.
+
+    Attributes:
+        baseline: the arm that the others are compared to.
+        command: the command line that started it.
+        threshold: mean reward that steps and tokens are counted to; None: half the best arm's last.
+        made_with: commit, versions and machine that it was started on.
+        tracking: uri, experiment and artifacts of the MLflow store; empty without one.
+        mlflow_run_id: the sweep's own run there, which holds the jobs' runs.
+    """
 
     name: str
     baseline: str
     jobs: tuple[Job, ...]
+    command: str
+    threshold: float | None = None
+    made_with: Mapping[str, str] = field(default_factory=dict)
+    tracking: Mapping[str, str | None] = field(default_factory=dict)
+    mlflow_run_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.baseline not in self.arms:
+            raise UserError(f"sweep.baseline={self.baseline}: there is no such arm{nearest(self.baseline, self.arms)}")
+        (job, count), *_ = Counter((job.arm, job.seed) for job in self.jobs).most_common(1)
+        if count > 1:
+            raise UserError(f"arm {job[0]} with seed {job[1]} stands there {count} times")
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(job.arm for job in self.jobs))
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({job.seed for job in self.jobs})
 
     def write(self, sweep_dir: Path) -> None:
         sweep_dir.mkdir(parents=True, exist_ok=True)
@@ -85,24 +155,52 @@ class Plan:
         if not file.is_file():
             raise UserError(f"{sweep_dir}: there is no sweep here (no sweep.json)")
         plan = json.loads(file.read_text(encoding="utf-8"))
-        jobs = tuple(Job(job["arm"], job["seed"], tuple(job["overrides"])) for job in plan["jobs"])
-        return Plan(plan["name"], plan["baseline"], jobs)
+        jobs = tuple(Job(**{**job, "overrides": tuple(job["overrides"])}) for job in plan.pop("jobs"))
+        return Plan(**plan, jobs=jobs)
 
 
 def job_state(sweep_dir: Path, job: Job) -> JobState:
     return RunDir(sweep_dir / job.directory).status().get("state", "missing")
 
 
-def job_arguments(sweep_dir: Path, job: Job) -> list[str]:
+def job_arguments(sweep_dir: Path, job: Job, plan: Plan, fail_fast: bool = False) -> list[str]:
     """The overrides that start a job, or go on with its run if it has one."""
-    place = f"hydra.sweep.subdir={job.directory}"
+    place = [f"hydra.sweep.subdir={job.directory}", *(["sweep.fail_fast=true"] if fail_fast else [])]
     if RunDir(sweep_dir / job.directory).has_run:
-        return [place, "resume=true"]
-    return [place, *job.overrides]
+        return [*place, "resume=true"]
+    tags = {"sweep": plan.name, "arm": job.arm}
+    shown = [
+        f"tracking.run_name={_quoted(f'{job.arm}, seed {job.seed}')}",
+        *(f"++tracking.tags.{key}={_quoted(value)}" for key, value in tags.items()),
+    ]
+    if plan.tracking:
+        shown.append(f"tracking.experiment={_quoted(str(plan.tracking['experiment']))}")
+    if plan.mlflow_run_id:
+        shown.append(f"tracking.parent_run_id={plan.mlflow_run_id}")
+    return [*place, *job.overrides, *shown]
+
+
+def _quoted(text: str) -> str:
+    """A string in Hydra's override grammar."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def unfinished(sweep_dir: Path, jobs: Iterable[Job]) -> list[Job]:
     return [job for job in jobs if job_state(sweep_dir, job) != "finished"]
+
+
+def any_failed(sweep_dir: Path) -> bool:
+    """Whether a job of the sweep there has failed. False where there is no sweep."""
+    if not (sweep_dir / "sweep.json").is_file():
+        return False
+    return any(job_state(sweep_dir, job) == "failed" for job in Plan.read(sweep_dir).jobs)
+
+
+def clear_failures(sweep_dir: Path, jobs: Iterable[Job]) -> None:
+    """Jobs that failed will be gone on with: with sweep.fail_fast their old failures shall not stop the others."""
+    for job in jobs:
+        if job_state(sweep_dir, job) == "failed":
+            RunDir(sweep_dir / job.directory).set_state("interrupted")
 
 
 def summary(sweep_dir: Path, jobs: Sequence[Job]) -> list[str]:
@@ -112,5 +210,6 @@ def summary(sweep_dir: Path, jobs: Sequence[Job]) -> list[str]:
         status = RunDir(sweep_dir / job.directory).status()
         reason = f": {status['error']}" if "error" in status else ""
         state = status.get("state", "missing")
-        lines.append(f"{job.arm}, seed {job.seed}: {state}{reason} ({sweep_dir / job.directory / 'run.log'})")
+        log = f" ({sweep_dir / job.directory / 'run.log'})" if status else ""
+        lines.append(f"{job.arm}, seed {job.seed}: {'not started' if not status else state}{reason}{log}")
     return [*lines, f"{len(jobs) - len(lines)} of {len(jobs)} jobs finished in {sweep_dir}"]

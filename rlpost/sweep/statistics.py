@@ -17,7 +17,9 @@ from statsmodels.stats.power import TTestPower
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE
 POWER = 0.8
+MANY_SEEDS = 1000  # beyond, the number itself says nothing more
 MAX_SEEDS = 2**20  # where the search for a needed number of seeds ends
+ROUNDING = 1e-12  # of the largest value
 MIN_FOR_IQM = 4  # with fewer values the interquartile mean is the mean or the median
 
 
@@ -41,21 +43,43 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean = float(np.mean(values)) if n else math.nan
     if n < 2:
         return Estimate(mean, math.nan, math.nan, n)
-    if np.ptp(values) == 0:
+    if _all_equal(values):
         return Estimate(mean, mean, mean, n)
     interval = stats.ttest_1samp(values, 0).confidence_interval(CONFIDENCE)
     return Estimate(mean, float(interval.low), float(interval.high), n)
 
 
-def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+def _all_equal(values: Sequence[float]) -> bool:
+    """Whether values differ by no more than rounding, from which no deviation can be told."""
+    return bool(np.ptp(values) <= ROUNDING * np.max(np.abs(values)))
+
+
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     """95% bootstrap interval of the mean (BCa), NaN under three values. With few seeds it is too narrow: the t interval
     is the one that conclusions rest on."""
-    if len(values) < 3 or np.ptp(values) == 0:
-        return math.nan, math.nan
-    result = stats.bootstrap(
-        (np.asarray(values),), np.mean, confidence_level=CONFIDENCE, method="BCa", rng=np.random.default_rng(seed)
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    low, high = bootstrap_intervals(np.asarray(values, dtype=float)[:, None])
+    return float(low[0]), float(high[0])
+
+
+def bootstrap_intervals(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bootstrap intervals of the means of many columns at once.
+
+    Args: values [n, K], a row a seed. Returns: low [K] and high [K], NaN where the values of a column are all equal.
+    """
+    n, columns = values.shape
+    low, high = np.full(columns, math.nan), np.full(columns, math.nan)
+    varied = np.array([not _all_equal(column) for column in values.T]) if n else np.zeros(columns, bool)
+    if n >= 3 and varied.any():
+        result = stats.bootstrap(
+            (values[:, varied],),
+            np.mean,
+            confidence_level=CONFIDENCE,
+            method="BCa",
+            vectorized=True,
+            rng=np.random.default_rng(0),
+        )
+        low[varied], high[varied] = result.confidence_interval
+    return low, high
 
 
 def interquartile_mean(values: Sequence[float]) -> float:
@@ -63,11 +87,11 @@ def interquartile_mean(values: Sequence[float]) -> float:
     return float(stats.trim_mean(values, 0.25)) if len(values) >= MIN_FOR_IQM else math.nan
 
 
-def band(curves: Sequence[Sequence[float]]) -> list[Estimate]:
-    """An estimate at every step from one curve a seed; curves of other lengths end where they end."""
-    steps = max((len(curve) for curve in curves), default=0)
-    known = ([c[i] for c in curves if i < len(c) and math.isfinite(c[i])] for i in range(steps))
-    return [estimate(values) for values in known]
+def band(curves: Sequence[Mapping[int, float]]) -> dict[int, Estimate]:
+    """An estimate at every step, from one curve (step -> value) a seed. Values that are not finite do not count."""
+    steps = sorted({step for curve in curves for step in curve})
+    known = {step: [c[step] for c in curves if math.isfinite(c.get(step, math.nan))] for step in steps}
+    return {step: estimate(values) for step, values in known.items() if values}
 
 
 def area_under(steps: Sequence[float], values: Sequence[float]) -> float:
@@ -149,11 +173,11 @@ def _compare(arm: str, values: Mapping[int, float], baseline: str, reference: Ma
     difference = estimate(list(d))
     if len(d) < 2:
         return Comparison(arm, baseline, tuple(d), difference, math.nan, math.nan)
-    deviation = float(np.std(d, ddof=1))
-    if deviation == 0:  # the same difference at every seed: certain, or none
+    if _all_equal(list(d)):  # the same difference at every seed: certain, or none
         return Comparison(arm, baseline, tuple(d), difference, math.nan, 1.0 if difference.mean == 0 else 0.0)
     p_value = float(stats.ttest_1samp(d, 0).pvalue)
-    return Comparison(arm, baseline, tuple(d), difference, difference.mean / deviation, p_value)
+    effect_size = difference.mean / float(np.std(d, ddof=1))
+    return Comparison(arm, baseline, tuple(d), difference, effect_size, p_value)
 
 
 def _sign_flip(differences: np.ndarray) -> float:
@@ -191,5 +215,8 @@ def sentence(c: Comparison, what: str) -> str:
         direction = "higher" if d.mean > 0 else "lower"
         exact = f"; the exact test's p = {c.p_permutation:.3g}, of which {n} seeds allow no less than {2 / 2**n:.3g}"
         return f"{c.arm} is {direction} than {c.baseline} in {what}: {numbers}{exact}."
-    more = f": about {c.needed_seeds} would be needed for a difference like this one" if c.needed_seeds else ""
+    more = ""
+    if c.needed_seeds:
+        count = f"about {c.needed_seeds}" if c.needed_seeds <= MANY_SEEDS else f"more than {MANY_SEEDS}"
+        more = f": {count} would be needed for a difference like this one"
     return f"{c.arm} is not distinguishable from {c.baseline} in {what} with {n} seeds{more}: {numbers}."

@@ -10,6 +10,7 @@ from rlpost.sweep.statistics import (
     area_under,
     band,
     bootstrap_interval,
+    bootstrap_intervals,
     compare,
     estimate,
     first_to_reach,
@@ -33,6 +34,24 @@ def test_one_seed_has_no_interval_and_equal_ones_no_width() -> None:
     assert all(math.isnan(b) for b in bootstrap_interval([1.0, 2.0]))
 
 
+def test_values_that_differ_by_rounding_alone_are_equal() -> None:
+    values = [0.1 + 0.2, 0.3, 0.3]
+    assert (estimate(values).low, estimate(values).high) == (estimate(values).mean, estimate(values).mean)
+    assert all(math.isnan(b) for b in bootstrap_interval(values))
+    (c,) = compare({"a": {0: 1.1, 1: 2.1, 2: 3.1}, "b": {0: 1.0, 1: 2.0, 2: 3.0}}, "b")
+    assert math.isnan(c.effect_size)
+    assert c.p_value == 0
+
+
+def test_bootstrap_intervals_of_columns_are_those_of_each() -> None:
+    values = np.random.default_rng(0).normal(size=(4, 3))
+    values[:, 1] = 0.5
+    low, high = bootstrap_intervals(values)
+    assert math.isnan(low[1])
+    for column in (0, 2):
+        assert values[:, column].min() <= low[column] < values[:, column].mean() < high[column]
+
+
 def test_the_bootstrap_interval_holds_the_mean_and_repeats() -> None:
     values = [0.1, 0.4, 0.5, 0.55, 0.9, 0.7]
     low, high = bootstrap_interval(values)
@@ -46,9 +65,8 @@ def test_interquartile_mean_by_hand() -> None:
 
 
 def test_curves() -> None:
-    estimates = band([[1.0, 2.0, 3.0], [3.0, math.nan]])
-    assert [e.mean for e in estimates] == [2.0, 2.0, 3.0]
-    assert [e.n for e in estimates] == [2, 1, 1]
+    estimates = band([{0: 1.0, 5: 2.0, 10: 3.0}, {0: 3.0, 5: math.nan}])
+    assert {step: (e.mean, e.n) for step, e in estimates.items()} == {0: (2.0, 2), 5: (2.0, 1), 10: (3.0, 1)}
     assert area_under([1, 2, 4], [0.0, 1.0, 1.0]) == pytest.approx(2.5 / 3)
     assert area_under([5], [0.3]) == 0.3
     assert first_to_reach([10, 20, 30, 40], [0, 1, 1, 1], 0.6) == 30
@@ -113,7 +131,7 @@ def test_intervals_cover_and_false_alarms_are_rare(n: int, difference: float) ->
     differences = synthetic(n, difference, 20_000)
     result = stats.ttest_1samp(differences, 0, axis=1)
     interval = result.confidence_interval(0.95)
-    for row in range(25):
+    for row in range(5):
         (c,) = compare({"base": dict.fromkeys(range(n), 0.0), "arm": dict(enumerate(differences[row]))}, "base")
         assert (c.difference.low, c.difference.high) == pytest.approx((interval.low[row], interval.high[row]))
         assert c.is_distinguishable == (result.pvalue[row] < 0.05)

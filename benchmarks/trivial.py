@@ -1,0 +1,42 @@
+"""A cluster that trains nothing: what is left of a run is the platform's own work."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlpost.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Trivial:
+    """Writes a run's files in place of its workers: a reward that climbs by `slope` a step from one of the seed's.
+
+    Attributes: fail_seed: the seed whose run fails instead.
+    """
+
+    slope: float = 0.1
+    fail_seed: int | None = None
+    num_processes: int = 1
+    threads: int | None = None
+
+    def launch(self, run_dir: Path) -> int:
+        run = RunDir(run_dir)
+        cfg = run.config()
+        if cfg.seed == self.fail_seed:
+            run.set_state("failed", error="RuntimeError: fail_seed")
+            return 1
+        rewards = [0.1 * (cfg.seed % 3) + self.slope * step for step in range(1, cfg.steps + 1)]
+        rows = [
+            {
+                "step": step,
+                "reward/mean": reward,
+                "completions/length_mean": 10.0,
+                "tokens/total": 100 * step,
+            }
+            for step, reward in enumerate(rewards, start=1)
+        ]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        last = rewards[-5:]
+        run.write_result({"steps": cfg.steps, "reward_last_5": sum(last) / len(last)})
+        run.set_state("finished", step=cfg.steps)
+        return 0

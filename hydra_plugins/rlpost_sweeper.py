@@ -1,0 +1,122 @@
+"""The default Hydra sweeper: named arms over seeds, or the command line's choices. Hydra takes plug-ins from this
+namespace package only.
+
+rlpost -m reducer=drgrpo reducer.divisor=64,256,1024 seed=0,1,2
+
+sweep:
+  arms: {grpo: [reducer=grpo], drgrpo_64: [reducer=drgrpo, reducer.divisor=64]}
+  seeds: [0, 1, 2]
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from rlpost import provenance
+from rlpost.config import conf_dir, resolve_paths, validate
+from rlpost.errors import UserError
+from rlpost.sweep.arms import (
+    Job,
+    Plan,
+    SweepFailedError,
+    choices,
+    clear_failures,
+    job_arguments,
+    named_arms,
+    summary,
+    unfinished,
+)
+
+
+@dataclass
+class SweeperConfig:
+    _target_: str = "hydra_plugins.rlpost_sweeper.ArmsSweeper"
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="arms", node=SweeperConfig, provider="rlpost")
+
+
+class ArmsSweeper(Sweeper):
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        HydraConfig.instance().set_config(config)  # names in the configuration refer to it
+        self._context = hydra_context
+        self._config = config
+        self._launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
+        """Run what is not finished, and write the report.
+
+        Raises: UserError before the first job starts, SweepFailedError after the last.
+        """
+        # These take seconds to import; Hydra imports this file at every start.
+        from rlpost.sweep import parent_run
+        from rlpost.sweep.report import write_report
+
+        sweep_dir = Path(self._config.hydra.sweep.dir).absolute()
+        plan = self._resumed(sweep_dir, arguments) if self._config.resume else self._plan(sweep_dir, arguments)
+        run_id = parent_run.open_run(plan, sweep_dir, plan.made_with)
+        plan = replace(plan, mlflow_run_id=run_id)
+        plan.write(sweep_dir)
+        pending = unfinished(sweep_dir, plan.jobs)
+        clear_failures(sweep_dir, pending)
+        returns: Sequence[JobReturn] = []
+        status: parent_run.Status = "KILLED"
+        try:
+            if pending:
+                launched = [job_arguments(sweep_dir, job, plan, self._config.sweep.fail_fast) for job in pending]
+                returns = self._launcher.launch(launched, initial_job_idx=0)
+            status = "FAILED" if unfinished(sweep_dir, plan.jobs) else "FINISHED"
+        finally:
+            page, report = write_report(sweep_dir)
+            parent_run.close_run(plan, status)
+        print(*report.sentences, sep="\n")
+        lines = [*summary(sweep_dir, plan.jobs), f"report: {page}"]
+        if status == "FAILED":
+            raise SweepFailedError("\n".join(lines))
+        print(*lines, sep="\n")
+        return returns
+
+    def _resumed(self, sweep_dir: Path, arguments: Sequence[str]) -> Plan:
+        for argument in arguments:
+            if not argument.startswith(("resume=", "sweep.fail_fast=")):
+                raise UserError(f"{argument}: resume=true goes on with the sweep as it was planned")
+        return Plan.read(sweep_dir)
+
+    def _plan(self, sweep_dir: Path, arguments: Sequence[str]) -> Plan:
+        if (sweep_dir / "sweep.json").is_file():
+            raise UserError(f"{sweep_dir} holds a sweep already; resume=true goes on with it")
+        cfg = self._config.copy()
+        sweep = cfg.sweep
+        name = str(cfg.name)
+        if sweep.arms:
+            jobs = named_arms(OmegaConf.to_container(sweep.arms), list(sweep.seeds), arguments)
+        else:
+            jobs = choices(arguments, self._context.config_loader, name, cfg.seed)
+        resolve_paths(cfg)
+        tracking = {key: cfg.tracking[key] for key in ("uri", "experiment", "artifacts")} if cfg.tracking.uri else {}
+        command = f"rlpost {shlex.join(sys.argv[1:])}"
+        made_with = provenance.git_state(conf_dir()) | provenance.machine() | provenance.versions()
+        baseline = sweep.baseline or jobs[0].arm
+        plan = Plan(name, baseline, tuple(jobs), command, sweep.threshold, made_with, tracking)
+        for job in plan.jobs:
+            self._validate(job)
+        return plan
+
+    def _validate(self, job: Job) -> None:
+        try:
+            composed = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
+            validate(OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"]))
+        except UserError as error:
+            raise UserError(f"arm {job.arm}: {error}") from error

@@ -1,0 +1,90 @@
+"""What the papers say of a reducer, held against a saved step: the weight each token has in the loss.
+
+GRPO gives every token of completion o the weight 1/|o|, the token mean 1/sum|o|, Dr. GRPO 1/L (arXiv:2503.20783, section
+3.1), each over the number of completions but the second. The step's completions are frozen; the reducer that the arm
+really ran with is asked.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlpost.compare import load_rollouts
+from rlpost.config import build
+from rlpost.data.packing import pack, step_totals
+from rlpost.rundir import RunDir
+from rlpost.types import Rollout
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """The weights that an arm's reducer gives the tokens of one step.
+
+    Attributes:
+        formula: what the paper says; None for a reducer of which it says nothing.
+        deviation: the largest relative difference between a weight and the formula's; NaN without one.
+        shortest, longest: weight of a token in the shortest and in the longest completion.
+    """
+
+    arm: str
+    formula: str | None
+    deviation: float
+    shortest: float
+    longest: float
+
+
+@dataclass(frozen=True)
+class FrozenStep:
+    """Completions of one step, and which arm's they are."""
+
+    rollouts: Sequence[Rollout]
+    source: str
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(r.completion.token_ids) for r in self.rollouts]
+
+
+def freeze(run_dir: Path, arm: str, seed: int) -> FrozenStep:
+    """The first step of a run. Raises: UserError where its completions are not there."""
+    return FrozenStep(load_rollouts(run_dir, 1), f"{arm}, seed {seed}, step 1")
+
+
+def token_weights(step: FrozenStep, run_dir: Path, arm: str) -> TokenWeights:
+    """Args: run_dir: a run of the arm, whose configuration names the reducer."""
+    cfg = RunDir(run_dir).config()
+    rollouts = list(step.rollouts)
+    masks = [not (cfg.algorithm.mask_truncated and r.completion.finish_reason == "length") for r in rollouts]
+    totals = step_totals(rollouts, masks, cfg.rollout.max_tokens)
+    (batch,) = pack(rollouts, masks, sys.maxsize, "padded")
+    weights = build(cfg.reducer)(batch.tokens, totals)
+    lengths = batch.tokens.active_lengths[batch.sequence_index].double()
+    formula, expected = _formula(cfg.reducer, lengths, totals)
+    active = batch.loss_mask
+    deviation = math.nan
+    if expected is not None and active.any():
+        deviation = (weights / expected - 1)[active].abs().max().item()
+    of_length = {int(n): w for n, w in zip(lengths[active].tolist(), weights[active].tolist(), strict=True)}
+    if not of_length:
+        return TokenWeights(arm, formula, deviation, math.nan, math.nan)
+    return TokenWeights(arm, formula, deviation, of_length[min(of_length)], of_length[max(of_length)])
+
+
+def _formula(reducer: Any, lengths: torch.Tensor, totals: Any) -> tuple[str | None, torch.Tensor | None]:
+    """The paper's weights, from lengths alone."""
+    kind = str(reducer["_target_"]).rsplit(".", 1)[-1]
+    n, ones = totals.num_sequences, torch.ones_like(lengths)
+    if kind == "SequenceMean":
+        return "1 / (N |o|)", 1 / (n * lengths)
+    if kind == "TokenMean":
+        return "1 / sum |o|", ones / totals.num_tokens
+    if kind == "ConstantDivisor":
+        divisor = reducer["divisor"]
+        divisor = totals.max_completion_tokens if divisor == "max_tokens" else divisor
+        return f"1 / (N L), L = {divisor:g}", ones / (n * divisor)
+    return None, None
