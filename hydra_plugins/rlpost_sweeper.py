@@ -8,6 +8,7 @@ sweep:
   seeds: [0, 1, 2]
 """
 
+import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from rlpost.sweep.arms import (
     choices,
     clear_failures,
     job_arguments,
+    job_state,
     named_arms,
     summary,
     unfinished,
@@ -81,8 +83,10 @@ class ArmsSweeper(Sweeper):
         finally:
             page, report = write_report(sweep_dir)
             parent_run.close_run(plan, status)
+            if status == "KILLED":
+                print(*summary(sweep_dir, plan), sep="\n")
         print(*report.sentences, sep="\n")
-        lines = [*summary(sweep_dir, plan.jobs), f"report: {page}"]
+        lines = [*summary(sweep_dir, plan), f"report: {page}"]
         if status == "FAILED":
             raise SweepFailedError("\n".join(lines))
         print(*lines, sep="\n")
@@ -92,7 +96,14 @@ class ArmsSweeper(Sweeper):
         for argument in arguments:
             if not argument.startswith(("resume=", "sweep.fail_fast=")):
                 raise UserError(f"{argument}: resume=true goes on with the sweep as it was planned")
-        return Plan.read(sweep_dir)
+        plan = Plan.read(sweep_dir)
+        for job in plan.jobs:
+            if job_state(sweep_dir, job) == "missing" and self._validate(job) != job.config_hash:
+                raise UserError(
+                    f"arm {job.arm}, seed {job.seed}: its configuration is not the one that was planned; go on with "
+                    f"{plan.resume} hydra.sweep.dir={sweep_dir}, and the files it reads as they were"
+                )
+        return plan
 
     def _plan(self, sweep_dir: Path, arguments: Sequence[str]) -> Plan:
         if (sweep_dir / "sweep.json").is_file():
@@ -109,14 +120,26 @@ class ArmsSweeper(Sweeper):
         command = f"rlpost {shlex.join(sys.argv[1:])}"
         made_with = provenance.git_state(conf_dir()) | provenance.machine() | provenance.versions()
         baseline = sweep.baseline or jobs[0].arm
-        plan = Plan(name, baseline, tuple(jobs), command, sweep.threshold, made_with, tracking)
-        for job in plan.jobs:
-            self._validate(job)
-        return plan
+        plan = Plan(name, baseline, tuple(jobs), command, _resume_command(), sweep.threshold, made_with, tracking)
+        return replace(plan, jobs=tuple(replace(job, config_hash=self._validate(job)) for job in plan.jobs))
 
-    def _validate(self, job: Job) -> None:
+    def _validate(self, job: Job) -> str:
+        """Returns: the hash of the job's configuration. Raises: UserError that names the arm."""
         try:
             composed = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
-            validate(OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"]))
+            own = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+            validate(own)
         except UserError as error:
             raise UserError(f"arm {job.arm}: {error}") from error
+        return provenance.config_hash(own)
+
+
+def _resume_command() -> str:
+    """The command line's configuration without its overrides."""
+    parser = argparse.ArgumentParser(add_help=False)
+    flags = {"config_path": "-cp", "config_dir": "-cd", "config_name": "-cn"}
+    for name, short in flags.items():
+        parser.add_argument(short, f"--{name.replace('_', '-')}", dest=name)
+    given, _ = parser.parse_known_args(sys.argv[1:])
+    kept = [(f"--{name.replace('_', '-')}", value) for name in flags if (value := getattr(given, name)) is not None]
+    return shlex.join(["rlpost", *(part for pair in kept for part in pair), "-m", "resume=true"])

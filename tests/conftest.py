@@ -38,6 +38,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "slow" not in item.keywords)  # the long files first, so that no worker waits at the end
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

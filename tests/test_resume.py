@@ -93,16 +93,3 @@ def test_two_ranks_train_like_one(uninterrupted: Path, work: Path) -> None:
         assert {k for k, v in two.items() if v is None} == {k for k, v in one.items() if v is None}
         known = [{k: v for k, v in row.items() if v is not None} for row in (two, one)]
         assert known[0] == pytest.approx(known[1], rel=1e-3, abs=1e-4)
-
-
-SMOLLM2 = ["prompts_per_step=2", "samples_per_prompt=4", "steps=2", "rollout.max_tokens=12", "tracking=none"]
-
-
-def test_the_default_model_resumes_bit_for_bit(work: Path) -> None:
-    overrides = [*SMOLLM2, "evaluation.at_end=false"]
-    rlpost(work, *overrides, "run_dir=runs/smol")
-    kill_in_a_step(work, "runs/smol-killed", 1, *overrides, "checkpoint.every=1")
-    rlpost(work, "run_dir=runs/smol-killed", "resume=true")
-    assert exact(work / "runs/smol-killed") == exact(work / "runs/smol")
-    assert_equal(weights(work / "runs/smol-killed", 2), weights(work / "runs/smol", 2))
-    assert all(row["rollout/logprob_diff_max"] < 1e-3 for row in rows(work / "runs/smol"))

@@ -31,12 +31,16 @@ class SweepFailedError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """One arm with one seed. Its run is in `directory`, under the sweep's."""
+    """One arm with one seed. Its run is in `directory`, under the sweep's.
+
+    Attributes: config_hash: of the configuration that was validated, so that a resume runs no other.
+    """
 
     arm: str
     seed: int
     overrides: tuple[str, ...]
     directory: str
+    config_hash: str = ""
 
 
 def named_arms(arms: Mapping[str, Sequence[str]], seeds: Sequence[int], arguments: Sequence[str] = ()) -> list[Job]:
@@ -110,7 +114,7 @@ class Plan:
 
     Attributes:
         baseline: the arm that the others are compared to.
-        command: the command line that started it.
+        command: the command line that started it; resume: the one that goes on with it, less its directory.
         threshold: mean reward that steps and tokens are counted to; None: half the best arm's last.
         made_with: commit, versions and machine that it was started on.
         tracking: uri, experiment and artifacts of the MLflow store; empty without one.
@@ -121,6 +125,7 @@ class Plan:
     baseline: str
     jobs: tuple[Job, ...]
     command: str
+    resume: str
     threshold: float | None = None
     made_with: Mapping[str, str] = field(default_factory=dict)
     tracking: Mapping[str, str | None] = field(default_factory=dict)
@@ -203,13 +208,15 @@ def clear_failures(sweep_dir: Path, jobs: Iterable[Job]) -> None:
             RunDir(sweep_dir / job.directory).set_state("interrupted")
 
 
-def summary(sweep_dir: Path, jobs: Sequence[Job]) -> list[str]:
-    """A line for each job that is not finished, with its reason and its log; then the count."""
+def summary(sweep_dir: Path, plan: Plan) -> list[str]:
+    """A line for each job that is not finished, with its reason and its log; then the count, and how to go on."""
     lines = []
-    for job in unfinished(sweep_dir, jobs):
+    for job in unfinished(sweep_dir, plan.jobs):
         status = RunDir(sweep_dir / job.directory).status()
         reason = f": {status['error']}" if "error" in status else ""
         state = status.get("state", "missing")
         log = f" ({sweep_dir / job.directory / 'run.log'})" if status else ""
         lines.append(f"{job.arm}, seed {job.seed}: {'not started' if not status else state}{reason}{log}")
-    return [*lines, f"{len(jobs) - len(lines)} of {len(jobs)} jobs finished in {sweep_dir}"]
+    count = f"{len(plan.jobs) - len(lines)} of {len(plan.jobs)} jobs finished in {sweep_dir}"
+    go_on = [f"to go on with the others: {plan.resume} hydra.sweep.dir={sweep_dir}"] if lines else []
+    return [*lines, count, *go_on]

@@ -21,7 +21,7 @@ REDUCERS = {
 
 def make_plan(sweep_dir: Path, arms: Sequence[str], seeds: Sequence[int], **fields: Any) -> Plan:
     jobs = named_arms({arm: [] for arm in arms}, seeds)
-    plan = Plan("by_hand", arms[0], tuple(jobs), "rlpost by hand", **fields)
+    plan = Plan("by_hand", arms[0], tuple(jobs), "rlpost by hand", "rlpost -m resume=true", **fields)
     plan.write(sweep_dir)
     return plan
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,14 +65,14 @@ def test_a_plan_is_kept_and_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no sweep here"):
         Plan.read(tmp_path)
     with pytest.raises(UserError, match="there is no such arm; did you mean 'grpo'"):
-        Plan("n", "grp", plan.jobs, "")
+        Plan("n", "grp", plan.jobs, "", "")
     with pytest.raises(UserError, match="arm grpo with seed 1 stands there 2 times"):
-        Plan("n", "grpo", (*plan.jobs, plan.jobs[0]), "")
+        Plan("n", "grpo", (*plan.jobs, plan.jobs[0]), "", "")
 
 
 def test_a_jobs_arguments_say_where_it_is_shown_and_quote_its_name(tmp_path: Path) -> None:
     (job,) = choices(["optimizer.lr=1e-5", "seed=0"], None, "it's, x=1", 0)
-    plan = Plan("n", job.arm, (job,), "", tracking={"experiment": "e"}, mlflow_run_id="r")
+    plan = Plan("n", job.arm, (job,), "", "", tracking={"experiment": "e"}, mlflow_run_id="r")
     assert job_arguments(tmp_path, job, plan, fail_fast=True) == [
         *("hydra.sweep.subdir=0", "sweep.fail_fast=true", "optimizer.lr=1e-5", "seed=0"),
         r"tracking.run_name='it\'s, x=1, seed 0'",
@@ -167,7 +168,7 @@ def test_a_killed_sweep_goes_on_where_it_was_and_its_table_is_the_same(tmp_path:
 
 def trivial(cwd: Path, *overrides: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """A multirun of runs that train nothing; its jobs are real ones of the launcher."""
-    command = [sys.executable, "-m", "rlpost", "-m", "hydra.sweep.dir=s", *overrides]
+    command = [sys.executable, "-m", "rlpost", "-m", *overrides, "hydra.sweep.dir=s"]
     if "resume=true" not in overrides:
         command += ["plugins.allow=[trivial]", "cluster._target_=trivial.Trivial", "tracking=none", "steps=6"]
     environment = {**os.environ, "PYTHONPATH": str(TOP / "benchmarks")}
@@ -216,6 +217,12 @@ def test_fail_fast_starts_no_further_job_and_a_resume_does(tmp_path: Path) -> No
     assert "1 of 3 jobs finished" in result.stderr
     refused = trivial(tmp_path, "resume=true", "steps=7", code=2)
     assert "steps=7: resume=true goes on with the sweep as it was planned" in refused.stderr
+    go_on = re.search(r"to go on with the others: rlpost (.*)", result.stderr)
+    assert go_on is not None
+    assert go_on[1].split() == ["-m", "resume=true", f"hydra.sweep.dir={tmp_path}/s"]
+    other = ["--config-dir", str(TOP / "sweeps"), "--config-name", "smoke"]
+    changed = trivial(tmp_path, *other, "resume=true", code=2).stderr
+    assert "arm grpo, seed 2: its configuration is not the one that was planned" in changed
     result = trivial(tmp_path, "resume=true", code=1)  # without fail_fast
     assert "2 of 3 jobs finished" in result.stderr
 
