@@ -91,7 +91,7 @@ def test_old_failures_do_not_stop_a_resumed_sweep(tmp_path: Path) -> None:
     assert not any_failed(tmp_path / "grpo")  # no sweep
 
 
-SMOKE = ["--config-dir", str(TOP / "sweeps"), "--config-name", "smoke", "tracking=none"]
+SMOKE = ["--config-dir", str(TOP / "sweeps"), "--config-name", "smoke", "hydra/launcher=basic", "tracking=none"]
 SMALL = [*SMOKE, "sweep.seeds=[0]", "steps=3", "evaluation.at_end=false", "checkpoint.every=1"]
 
 
