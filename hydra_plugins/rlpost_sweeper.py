@@ -24,7 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from rlpost import provenance
-from rlpost.config import conf_dir, resolve_paths, validate
+from rlpost.config import conf_dir, resolve_paths
 from rlpost.errors import UserError
 from rlpost.sweep.arms import (
     Job,
@@ -38,6 +38,7 @@ from rlpost.sweep.arms import (
     summary,
     unfinished,
 )
+from rlpost.validation import validate
 
 
 @dataclass

@@ -17,11 +17,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpost.config import Config, build, check_task, conf_dir, resolve_paths, validate
+from rlpost.config import build, check_task, conf_dir, resolve_paths
 from rlpost.errors import UserError
 from rlpost.explain import explain
 from rlpost.rundir import RunDir
+from rlpost.schema import Config
 from rlpost.sweep.arms import SweepFailedError, any_failed
+from rlpost.validation import validate
 
 
 class RunFailedError(Exception):

@@ -8,9 +8,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.config import build, check_task, conf_dir, resolve_paths, reward_nodes, validate
+from rlpost.config import build, check_task, conf_dir, resolve_paths, reward_nodes
 from rlpost.errors import UserError
 from rlpost.sweep.arms import named_arms
+from rlpost.validation import validate
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"

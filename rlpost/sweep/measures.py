@@ -66,7 +66,7 @@ def default_threshold(results: Sequence[JobResult]) -> float:
     for r in results:
         if r.outcome == "finished":
             ends.setdefault(r.job.arm, []).append(_end(r, "reward/mean"))
-    return max((math.fsum(values) / len(values) for values in ends.values()), default=math.nan) / 2
+    return max(map(_mean, ends.values()), default=math.nan) / 2
 
 
 def _mean(values: Sequence[float]) -> float:
