@@ -119,6 +119,7 @@ def test_a_crash_and_a_divergence_are_reported_as_what_they_are_and_harm_nobody(
     assert "2 of 4 jobs finished" in result.stderr
     grpo, drgrpo = (rows(tmp_path / f"s/{arm}/seed-0") for arm in ("grpo", "drgrpo_64"))
     assert len(grpo) == len(drgrpo) == 3
+    assert grpo[2]["policy/kl_ref"] > 0  # algorithm.kl.measure, without a term in the loss
     assert grpo[0]["reward/mean"] == drgrpo[0]["reward/mean"]
     assert grpo[0]["completions/length_mean"] == drgrpo[0]["completions/length_mean"]
     page = (tmp_path / "s/report/report.html").read_text()
