@@ -85,18 +85,28 @@ class TokenView:
     completion_masks: Sequence[Tensor]  # [B] of [length] bool: the loss mask of each whole completion
 
 
+@dataclass(frozen=True)
+class PackedGroup:
+    """A prompt and the completions that follow it in a row."""
+
+    start: int  # the prompt's first place
+    prompt_length: int
+    completion_lengths: tuple[int, ...]
+
+
 @dataclass
 class PackedBatch:
     """A micro-batch: rows for the model, and flat views over its completion tokens.
 
     A position of a row belongs to a segment: (group, 0) for a prompt and (group, k) for its k-th completion in
     that row. It attends to earlier positions of the same row with the same group that are in segment 0 or in
-    its own segment. One completion a row, each with its own prompt, is the padded layout; several completions
-    behind one prompt share it. Padding has group -1.
+    its own segment. The shared_prefix layout is one row of groups, each a prompt with completions behind it, and has no
+    padding; the padded layout has a row a completion, each with its own prompt, and padding of group -1.
     """
 
     input_ids: Tensor  # [R, W] int64, padding 0
     position_ids: Tensor  # [R, W] int64, restarting after the prompt for each completion
+    groups: Sequence[PackedGroup]  # of the shared_prefix layout's one row; empty in the padded layout
     group_index: Tensor  # [R, W] int64, -1 for padding
     segment_index: Tensor  # [R, W] int64, 0 for prompt positions
 

@@ -231,7 +231,7 @@ def _policy(
     distribution = SamplingDistribution(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
     def scorer(checkpointing: bool) -> trainer_model.TokenScorer:
-        language_model = trainer_model.load(directory, trust_remote_code).to(distributed.device())
+        language_model = trainer_model.load(directory, cfg.trainer.layout, trust_remote_code).to(distributed.device())
         return trainer_model.shard(language_model, distribution, mesh, cfg.trainer.precision, checkpointing)
 
     policy_scorer = scorer(cfg.trainer.activation_checkpointing)
@@ -252,7 +252,6 @@ def _policy(
         num_mini_batches=a.num_mini_batches,
         num_epochs=a.num_epochs,
         micro_batch_tokens=cfg.trainer.micro_batch_tokens,
-        layout=cfg.trainer.layout,
         max_grad_norm=o.max_grad_norm,
         mask_truncated=a.mask_truncated,
         top_entropy_share=a.top_entropy_share,

@@ -4,19 +4,20 @@ Whatever the layout and the split, the per-token views and the totals are the sa
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from rlpost.types import PackedBatch, Rollout, StepTotals
+from rlpost.data.balance import deal_within
+from rlpost.types import PackedBatch, PackedGroup, Rollout, StepTotals
 
 Layout = Literal["shared_prefix", "padded"]
 
 
 @dataclass(frozen=True)
-class Row:
+class Piece:
     """A prompt and the rollouts (by index) whose completions stand behind it."""
 
     prompt_length: int
@@ -39,83 +40,99 @@ def pack(
     token_budget: int,
     layout: Layout = "shared_prefix",
 ) -> list[PackedBatch]:
-    """Micro-batches of at most `token_budget` positions, padding counted; a longer single row stands alone.
+    """Micro-batches of at most `token_budget` positions, padding counted, and of about the same size.
+
+    A prompt and a completion that are over the budget together stand alone.
 
     Args:
         rollouts: in any order; those of a group share their prompt's positions in the shared_prefix layout.
         loss_masks: one a rollout; False masks all of its tokens.
     """
-    rows = sorted(_rows(rollouts, token_budget, layout), key=lambda row: row.length)
-    batches: list[list[Row]] = []
-    for row in rows:  # rows ascend, so this row's length is the width the batch would get
-        if batches and (len(batches[-1]) + 1) * row.length <= token_budget:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return [_batch(rows, rollouts, loss_masks) for rows in batches]
-
-
-def _rows(rollouts: Sequence[Rollout], token_budget: int, layout: Layout) -> Iterable[Row]:
     groups: dict[int, list[int]] = defaultdict(list)
     for index, rollout in enumerate(rollouts):
         groups[rollout.prompt.group_id].append(index)
-    for members in groups.values():
-        prompt_length = len(rollouts[members[0]].prompt.token_ids)
-        held: list[int] = []
-        length = prompt_length
-        for index in members:
-            size = len(rollouts[index].completion.token_ids)
-            if held and (layout == "padded" or length + size > token_budget):
-                yield Row(prompt_length, tuple(held), length)
-                held, length = [], prompt_length
-            held.append(index)
-            length += size
-        yield Row(prompt_length, tuple(held), length)
+    if layout == "padded":
+        batches = _padded_rows([_piece(rollouts, [i]) for ids in groups.values() for i in ids], token_budget)
+        return [_batch(pieces, rollouts, loss_masks, one_row=False) for pieces in batches]
+    pieces = [piece for ids in groups.values() for piece in _split(rollouts, ids, token_budget)]
+    parts = deal_within([piece.length for piece in pieces], token_budget)
+    return [_batch([pieces[i] for i in part], rollouts, loss_masks, one_row=True) for part in parts]
 
 
-def _batch(rows: Sequence[Row], rollouts: Sequence[Rollout], loss_masks: Sequence[bool]) -> PackedBatch:
-    width = max(row.length for row in rows)
-    shape = (len(rows), width)
-    input_ids = torch.zeros(shape, dtype=torch.int64)
-    position_ids = torch.zeros(shape, dtype=torch.int64)
-    group_index = torch.full(shape, -1, dtype=torch.int64)
-    segment_index = torch.zeros(shape, dtype=torch.int64)
+def _piece(rollouts: Sequence[Rollout], members: Sequence[int]) -> Piece:
+    prompt_length = len(rollouts[members[0]].prompt.token_ids)
+    completions = sum(len(rollouts[i].completion.token_ids) for i in members)
+    return Piece(prompt_length, tuple(members), prompt_length + completions)
+
+
+def _split(rollouts: Sequence[Rollout], members: Sequence[int], token_budget: int) -> list[Piece]:
+    """A group as pieces within the budget, each with the prompt again."""
+    room = max(1, token_budget - len(rollouts[members[0]].prompt.token_ids))
+    parts = deal_within([len(rollouts[i].completion.token_ids) for i in members], room)
+    return [_piece(rollouts, [members[i] for i in part]) for part in parts]
+
+
+def _padded_rows(pieces: Sequence[Piece], token_budget: int) -> list[list[Piece]]:
+    batches: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: piece.length):  # the newest piece's length is the batch's width
+        if batches and (len(batches[-1]) + 1) * piece.length <= token_budget:
+            batches[-1].append(piece)
+        else:
+            batches.append([piece])
+    return batches
+
+
+def _batch(
+    pieces: Sequence[Piece], rollouts: Sequence[Rollout], loss_masks: Sequence[bool], one_row: bool
+) -> PackedBatch:
+    """The pieces one after another in one row, or in a row each, padded at the end."""
+    lengths_of_pieces = [piece.length for piece in pieces]
+    shape = (1, sum(lengths_of_pieces)) if one_row else (len(pieces), max(lengths_of_pieces))
+    size = shape[0] * shape[1]
+    input_ids = torch.zeros(size, dtype=torch.int64)
+    position_ids = torch.zeros(size, dtype=torch.int64)
+    group_index = torch.full((size,), -1, dtype=torch.int64)
+    segment_index = torch.zeros(size, dtype=torch.int64)
     predictors, targets, sequence_index, token_index, masks, logprobs = [], [], [], [], [], []
-    active_lengths, advantages, prompt_lengths, rollout_ids = [], [], [], []
+    active_lengths, advantages, prompt_lengths, rollout_ids, groups = [], [], [], [], []
 
-    for r, row in enumerate(rows):
-        prompt = rollouts[row.rollout_ids[0]].prompt.token_ids
+    place = 0
+    for number, piece in enumerate(pieces):
+        start = place if one_row else number * shape[1]
+        prompt = rollouts[piece.rollout_ids[0]].prompt.token_ids
         n = len(prompt)
-        input_ids[r, :n] = torch.tensor(prompt)
-        position_ids[r, :n] = torch.arange(n)
-        group_index[r, : row.length] = r
-        start = n
-        for segment, index in enumerate(row.rollout_ids, start=1):
+        lengths = tuple(len(rollouts[index].completion.token_ids) for index in piece.rollout_ids)
+        groups.append(PackedGroup(start, n, lengths))
+        group_index[start : start + piece.length] = number
+        input_ids[start : start + n] = torch.tensor(prompt)
+        position_ids[start : start + n] = torch.arange(n)
+        place = start + n
+        for segment, (index, length) in enumerate(zip(piece.rollout_ids, lengths, strict=True), start=1):
             completion = rollouts[index].completion
-            size = len(completion.token_ids)
-            here = slice(start, start + size)
+            here = slice(place, place + length)
             ids = torch.tensor(completion.token_ids)
-            input_ids[r, here] = ids
-            position_ids[r, here] = torch.arange(n, n + size)
-            segment_index[r, here] = segment
+            input_ids[here] = ids
+            position_ids[here] = torch.arange(n, n + length)
+            segment_index[here] = segment
             # The prompt's last position predicts every completion's first token.
-            predictors.append(r * width + torch.tensor([n - 1, *range(start, start + size - 1)]))
+            predictors.append(torch.tensor([start + n - 1, *range(place, place + length - 1)]))
             targets.append(ids)
-            sequence_index.append(torch.full((size,), len(rollout_ids)))
-            token_index.append(torch.arange(size))
-            masks.append(torch.full((size,), loss_masks[index]))
+            sequence_index.append(torch.full((length,), len(rollout_ids)))
+            token_index.append(torch.arange(length))
+            masks.append(torch.full((length,), loss_masks[index]))
             logprobs.append(torch.tensor(completion.rollout_logprobs, dtype=torch.float32))
-            active_lengths.append(size if loss_masks[index] else 0)
+            active_lengths.append(length if loss_masks[index] else 0)
             advantages.append(rollouts[index].advantage)
             prompt_lengths.append(n)
             rollout_ids.append(index)
-            start += size
+            place += length
 
     return PackedBatch(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        group_index=group_index,
-        segment_index=segment_index,
+        input_ids=input_ids.view(shape),
+        position_ids=position_ids.view(shape),
+        groups=groups if one_row else [],
+        group_index=group_index.view(shape),
+        segment_index=segment_index.view(shape),
         predictor_index=torch.cat(predictors),
         target_ids=torch.cat(targets),
         sequence_index=torch.cat(sequence_index),
@@ -130,13 +147,14 @@ def _batch(rows: Sequence[Row], rollouts: Sequence[Rollout], loss_masks: Sequenc
     )
 
 
-def empty_batch() -> PackedBatch:
-    """A micro-batch of one padding position and no token, for a rank that has none left while others do."""
+def empty_batch(layout: Layout = "shared_prefix") -> PackedBatch:
+    """A micro-batch of one position and no token, for a rank that has none left while others do."""
     one, none = torch.zeros((1, 1), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return PackedBatch(
         input_ids=one,
         position_ids=one,
-        group_index=one - 1,
+        groups=[PackedGroup(0, 1, ())] if layout == "shared_prefix" else [],
+        group_index=one,
         segment_index=one,
         predictor_index=none,
         target_ids=none,
@@ -153,7 +171,10 @@ def empty_batch() -> PackedBatch:
 
 
 def attention_mask(batch: PackedBatch) -> torch.Tensor:
-    """[R, 1, W, W] bool: which earlier positions each position attends to. Padding attends to itself alone."""
+    """[R, 1, W, W] bool: which earlier positions each position attends to, in plain words; padding to itself alone.
+
+    What an attention function has to compute, however it goes about it.
+    """
     width = batch.input_ids.shape[1]
     device = batch.input_ids.device
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Entries of the largest [tokens, vocabulary] block held at a time: 64 MiB in float32.
+from rlpost.products import times_transposed
+
+# Entries of the largest [tokens, vocabulary] block computed at a time: 64 MiB in float32.
 CHUNK_ENTRIES = 2**24
+# Entries of such blocks that wait for the backward pass: 256 MiB in float32. Those of further tokens are computed again.
+KEPT_ENTRIES = 2**26
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,12 @@ def token_logprobs(
     targets: Tensor,
     distribution: SamplingDistribution = SamplingDistribution(),
     chunk_entries: int = CHUNK_ENTRIES,
+    kept_entries: int = KEPT_ENTRIES,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy, under the distribution made of the logits hidden @ head.T.
 
-    Neither pass ever holds [T, V]: both go through the tokens in chunks, and the backward pass computes a chunk's
-    logits again, so memory does not grow with T.
+    Both passes go through the tokens in chunks. Between them, the first chunks' probabilities are kept, up to
+    `kept_entries`; the others' are computed again, so memory does not grow with T.
 
     Args:
         hidden: [T, H], the states that predict the targets, any float dtype.
@@ -73,96 +78,85 @@ def token_logprobs(
         logprobs [T] and entropy [T] in nats, float32 or wider, differentiable by hidden and head.
     """
     rows = max(1, chunk_entries // head.shape[0])
-    return _TokenLogprobs.apply(hidden, head, targets, distribution, rows)
+    num_kept = kept_entries // head.shape[0] if torch.is_grad_enabled() else 0
+    return _TokenLogprobs.apply(hidden, head, targets, distribution, rows, num_kept)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, distribution: SamplingDistribution, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        distribution: SamplingDistribution,
+        rows: int,
+        num_kept: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy, log_normalizer = (hidden.new_empty(len(targets), dtype=dtype) for _ in range(3))
-        blocks = _Blocks(hidden, head, targets, distribution, rows, dtype)
+        logprobs, entropy, largest, total = (hidden.new_empty(len(targets), dtype=dtype) for _ in range(4))
+        kept: list[Tensor] = []
         for chunk in _chunks(len(targets), rows):
-            logits = blocks.logits(chunk)
-            largest = logits.amax(-1, keepdim=True)
+            logits = _logits(hidden[chunk], head, targets[chunk], distribution, dtype)
+            torch.amax(logits, -1, out=largest[chunk])
             chosen = logits.gather(-1, targets[chunk].unsqueeze(-1)).squeeze(-1)
-            shifted = logits.sub_(largest)
-            weights = torch.exp(shifted, out=blocks.scratch(chunk))
-            total = weights.sum(-1)
+            shifted = logits.sub_(largest[chunk].unsqueeze(-1))
+            weights = shifted.exp()
+            torch.sum(weights, -1, out=total[chunk])
             if distribution.is_cut:
                 shifted.masked_fill_(weights == 0, 0.0)  # 0 * -inf
             # H = log Z - E[logit], both shifted by the largest logit.
-            entropy[chunk] = total.log() - weights.mul_(shifted).sum(-1) / total
-            log_normalizer[chunk] = total.log() + largest.squeeze(-1)
-            logprobs[chunk] = chosen - log_normalizer[chunk]
-        ctx.save_for_backward(hidden, head, targets, log_normalizer, entropy)
+            mean = torch.bmm(weights.unsqueeze(1), shifted.unsqueeze(2)).flatten() / total[chunk]
+            log_total = total[chunk].log()
+            entropy[chunk] = log_total - mean
+            logprobs[chunk] = chosen - (log_total + largest[chunk])
+            if chunk.stop <= num_kept:
+                kept.append(weights)
+        ctx.save_for_backward(hidden, head, targets, largest, total, entropy, *kept)
         ctx.distribution, ctx.rows = distribution, rows
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, head, targets, log_normalizer, entropy = ctx.saved_tensors
-        grad_hidden, grad_head = torch.zeros_like(hidden), torch.zeros_like(head)
-        blocks = _Blocks(hidden, head, targets, ctx.distribution, ctx.rows, log_normalizer.dtype)
-        for chunk in _chunks(len(targets), ctx.rows):
-            logp = blocks.logits(chunk).sub_(log_normalizer[chunk].unsqueeze(-1))
-            # The probabilities; turned into the logits' gradient in place.
-            grad = torch.exp(logp, out=blocks.scratch(chunk))
-            if ctx.distribution.is_cut:
-                logp.masked_fill_(grad == 0, 0.0)  # 0 * -inf
-            if grad_entropy is None:
-                from_entropy = None
-            else:  # dH/dz = -p (log p + H)
-                from_entropy = logp.add_(entropy[chunk].unsqueeze(-1)).mul_(grad)
-                from_entropy.mul_(grad_entropy[chunk].unsqueeze(-1))
-            if grad_logprobs is None:
-                grad.zero_()
-            else:  # dlogp_target/dz = onehot - p
-                grad.mul_(-grad_logprobs[chunk].unsqueeze(-1))
+        hidden, head, targets, largest, total, entropy, *kept = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.empty_like(head) if len(targets) else torch.zeros_like(head)
+        for number, chunk in enumerate(_chunks(len(targets), ctx.rows)):
+            if number < len(kept):
+                weights = kept[number]
+            else:
+                logits = _logits(hidden[chunk], head, targets[chunk], ctx.distribution, total.dtype)
+                weights = logits.sub_(largest[chunk].unsqueeze(-1)).exp_()
+            # dlogp_target/dz = onehot - p, dH/dz = -p (log p + H): all of it but the onehot is -p times a factor.
+            factor = None if grad_logprobs is None else grad_logprobs[chunk].unsqueeze(-1)
+            if grad_entropy is not None:
+                logp = (weights / total[chunk].unsqueeze(-1)).log_()
+                logp.masked_fill_(weights == 0, 0.0)  # 0 * -inf
+                from_entropy = logp.add_(entropy[chunk].unsqueeze(-1)).mul_(grad_entropy[chunk].unsqueeze(-1))
+                factor = from_entropy if factor is None else from_entropy.add_(factor)
+            assert factor is not None
+            grad = weights * (factor / -total[chunk].unsqueeze(-1))
+            if grad_logprobs is not None:
                 grad.scatter_add_(-1, targets[chunk].unsqueeze(-1), grad_logprobs[chunk].unsqueeze(-1))
-            if from_entropy is not None:
-                grad.sub_(from_entropy)
             if ctx.distribution.temperature != 1.0:
                 grad.div_(ctx.distribution.temperature)
             grad = grad.to(hidden.dtype)
-            torch.mm(grad, head, out=grad_hidden[chunk])
-            grad_head.addmm_(grad.T, hidden[chunk])
-        return grad_hidden, grad_head, None, None, None
+            grad_hidden[chunk] = times_transposed(grad, head.T)
+            grad_head.addmm_(grad.T, hidden[chunk], beta=float(number > 0))
+        return grad_hidden, grad_head, None, None, None, None
 
 
-class _Blocks:
-    """Two [rows, V] blocks, used again for every chunk: fresh ones cost more in page faults than in arithmetic."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        head: Tensor,
-        targets: Tensor,
-        distribution: SamplingDistribution,
-        rows: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._hidden, self._head, self._targets, self._distribution = hidden, head, targets, distribution
-        shape = (min(rows, len(hidden)), head.shape[0])
-        self._logits, self._scratch = (hidden.new_empty(shape, dtype=dtype) for _ in range(2))
-
-    def logits(self, chunk: slice) -> Tensor:
-        block = self._logits[: chunk.stop - chunk.start]
-        if block.dtype == self._hidden.dtype:
-            torch.mm(self._hidden[chunk], self._head.T, out=block)
-        else:
-            block.copy_(self._hidden[chunk] @ self._head.T)
-        if self._distribution.temperature != 1.0:
-            block.div_(self._distribution.temperature)
-        if self._distribution.is_cut:
-            self._distribution.cut(block, self._targets[chunk])
-        return block
-
-    def scratch(self, chunk: slice) -> Tensor:
-        return self._scratch[: chunk.stop - chunk.start]
+def _logits(
+    hidden: Tensor, head: Tensor, targets: Tensor, distribution: SamplingDistribution, dtype: torch.dtype
+) -> Tensor:
+    """[rows, V], fresh, divided by the temperature and cut to the support."""
+    logits = times_transposed(hidden, head).to(dtype)
+    if distribution.temperature != 1.0:
+        logits.div_(distribution.temperature)
+    if distribution.is_cut:
+        distribution.cut(logits, targets)
+    return logits
 
 
 def _chunks(length: int, rows: int) -> Iterator[slice]:

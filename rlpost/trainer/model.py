@@ -1,20 +1,25 @@
 """The policy network: a transformers causal language model that answers with log-probabilities, sharded by FSDP2."""
 
+import logging
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from rlpost.data.packing import attention_mask
+from rlpost.data.packing import Layout
 from rlpost.errors import UserError
 from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
+from rlpost.trainer.attention import PACKED, block_mask, plan
 from rlpost.trainer.linear import use_onednn
-from rlpost.types import PackedBatch
+from rlpost.types import PackedBatch, PackedGroup
+
+log = logging.getLogger(__name__)
 
 Precision = Literal["float32", "bfloat16"]
+FLEX = "flex_attention"  # transformers' name
 
 
 class TokenScorer(nn.Module):
@@ -28,14 +33,14 @@ class TokenScorer(nn.Module):
         self.language_model = language_model
         self.distribution = distribution
 
+    @property
+    def layout(self) -> Layout:
+        """The layout of the micro-batches that this model takes."""
+        return "padded" if self.language_model.config._attn_implementation == "sdpa" else "shared_prefix"
+
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Returns: logprobs [T] and entropy [T] under the sampling distribution, both with gradient."""
-        hidden = self.language_model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=attention_mask(batch),
-            use_cache=False,
-        ).last_hidden_state
+        hidden = _hidden_states(self.language_model, batch)
         # Not hidden[index]: completions share their prompt's last position, and the gradient of plain indexing adds up
         # such repeats in whatever order the threads come, so a run would not repeat to the last bit.
         predicting = hidden.flatten(0, 1).index_select(0, batch.predictor_index)
@@ -43,23 +48,75 @@ class TokenScorer(nn.Module):
         return token_logprobs(predicting, head, batch.target_ids, self.distribution)
 
 
-def load(directory: Path, trust_remote_code: bool = False) -> nn.Module:
+def _hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """[R, W, H]: a completion's are those of its prompt and itself alone, in either layout."""
+    implementation = model.config._attn_implementation
+    if implementation == PACKED:
+        attention: dict[str, Any] = {"packed": plan(batch.groups, batch.input_ids.device)}
+    elif implementation == FLEX:
+        attention = {"attention_mask": block_mask(batch)}
+    else:  # the model makes its own mask, windows and all, from which places are padding
+        attention = {"attention_mask": batch.group_index >= 0}
+    return model.base_model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **attention
+    ).last_hidden_state
+
+
+def load(directory: Path, layout: Layout = "shared_prefix", trust_remote_code: bool = False) -> nn.Module:
     """A causal language model with float32 weights (the optimizer's masters), dropout off.
+
+    Args: layout: shared_prefix falls back to padded, and the log says so, for a model whose attention cannot have
+        several completions behind one prompt.
 
     Raises: UserError for an architecture whose logits are not its head's output alone.
     """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation="sdpa",  # takes the block mask of a packed row
-        trust_remote_code=trust_remote_code,
+        directory, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
     )
     model.eval()  # dropout would make sampling and training disagree; gradients flow all the same
     _check_plain_head(model)
+    if layout == "shared_prefix":
+        if (reason := _why_not_packed(model)) is None:
+            model.set_attn_implementation(FLEX if torch.cuda.is_available() else PACKED)
+        else:
+            log.warning("%s: %s, so each completion gets a row of its own (padded)", type(model).__name__, reason)
     use_onednn(model)
     return model
+
+
+@torch.no_grad()
+def _why_not_packed(model: nn.Module) -> str | None:
+    """Why the model cannot take the shared_prefix layout; None if it can."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds == {"full_attention"} and getattr(config, "layer_types", None) is None:
+        windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+        kinds = {"sliding_attention"} if windowed else kinds
+    if kinds != {"full_attention"}:
+        return f"it has layers of {', '.join(sorted(kinds - {'full_attention'}))}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be replaced"
+    # Two completions behind one prompt, against each alone: an architecture may ignore what it is handed.
+    prompt, completions = [1, 2, 3], [[4, 5, 6], [7, 8]]
+    alone = [
+        model.base_model(input_ids=torch.tensor([[*prompt, *c]]), use_cache=False).last_hidden_state[0, len(prompt) :]
+        for c in completions
+    ]
+    ids, positions = torch.tensor([[*prompt, 4, 5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4]])
+    groups = [PackedGroup(0, len(prompt), tuple(len(c) for c in completions))]
+    model.set_attn_implementation(PACKED)
+    try:
+        together = model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, packed=plan(groups, ids.device)
+        ).last_hidden_state[0, len(prompt) :]
+    except (TypeError, ValueError):
+        return "it does not hand its attention what a packed row needs"
+    finally:
+        model.set_attn_implementation("sdpa")
+    difference = (together - torch.cat(alone)).abs().max() / torch.cat(alone).abs().max()
+    return None if difference < 1e-4 else f"a packed row changes its output by {difference:.1g} of it"
 
 
 def shard(
@@ -86,6 +143,8 @@ def shard(
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(scorer, mesh=mesh, mp_policy=policy)
+    if mesh.size() == 1:  # nothing to sum: a factor would only cost a pass over every gradient
+        return scorer
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

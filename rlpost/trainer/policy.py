@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpost.data.packing import Layout, empty_batch, pack, step_totals
+from rlpost.data.packing import empty_batch, pack, step_totals
 from rlpost.objective.objective import Objective
 from rlpost.trainer import distributed
 from rlpost.trainer.model import TokenScorer
@@ -42,7 +42,6 @@ class UpdateSettings:
     num_mini_batches: int = 1
     num_epochs: int = 1
     micro_batch_tokens: int = 2048
-    layout: Layout = "shared_prefix"
     max_grad_norm: float | None = 1.0
     mask_truncated: bool = False
     top_entropy_share: float | None = None
@@ -150,9 +149,10 @@ class Policy:
         """Micro-batches of the chosen rollouts, as many as on every other rank, with known per-token values."""
         chosen = [rollouts[i] for i in members]
         s = self._settings
-        batches = pack(chosen, self._loss_masks(chosen), s.micro_batch_tokens, s.layout)
+        layout = self.scorer.layout
+        batches = pack(chosen, self._loss_masks(chosen), s.micro_batch_tokens, layout)
         num_batches = int(distributed.max_over_ranks({"n": len(batches)})["n"])
-        batches += [empty_batch() for _ in range(num_batches - len(batches))]
+        batches += [empty_batch(layout) for _ in range(num_batches - len(batches))]
 
         def joined(values: Mapping[int, Tensor], batch: PackedBatch) -> Tensor:
             parts = [values[members[i]] for i in batch.rollout_ids]

@@ -1,7 +1,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlpost.data.balance import deal, deal_within
 from rlpost.data.packing import attention_mask, pack, step_totals
+from rlpost.types import PackedGroup
 from tests.conftest import make_rollout
 
 
@@ -38,7 +40,9 @@ def test_the_padded_layout_has_a_row_a_completion() -> None:
 
 def test_equal_prompts_of_two_groups_are_not_shared() -> None:
     (batch,) = pack([make_rollout(0), make_rollout(1)], [True, True], token_budget=64)
-    assert batch.input_ids.shape == (2, 5)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9]]
+    assert batch.groups == [PackedGroup(0, 3, (2,)), PackedGroup(5, 3, (2,))]
+    assert not attention_mask(batch)[0, 0, 5:, :5].any()
 
 
 def test_totals_count_the_mask() -> None:
@@ -62,7 +66,10 @@ def test_every_token_once_and_within_the_budget(sizes: list[list[int]], budget: 
     seen = [i for batch in batches for i in batch.rollout_ids]
     assert sorted(seen) == list(range(len(rollouts)))
     for batch in batches:
-        assert batch.num_positions <= budget or batch.input_ids.shape[0] == 1
+        assert batch.num_positions <= budget or len(batch.rollout_ids) == 1
+        if layout == "shared_prefix":
+            assert batch.input_ids.shape[0] == 1
+            assert (batch.group_index >= 0).all()  # no padding
         for sequence, index in enumerate(batch.rollout_ids):
             mine = batch.sequence_index == sequence
             assert batch.target_ids[mine].tolist() == list(rollouts[index].completion.token_ids)
@@ -78,7 +85,31 @@ def test_every_token_once_and_within_the_budget(sizes: list[list[int]], budget: 
                 assert batch.position_ids[row, keys].tolist() == list(range(len(expected)))
 
 
-def test_a_row_over_the_budget_is_split_only_between_completions() -> None:
+def test_a_group_over_the_budget_is_split_only_between_completions() -> None:
     rollouts = [make_rollout(0, completion=[1] * 10, sample_index=s) for s in range(3)]
     batches = pack(rollouts, [True] * 3, token_budget=24)
-    assert [b.num_positions for b in batches] == [13, 23]
+    assert sorted(b.num_positions for b in batches) == [13, 23]
+
+
+def test_micro_batches_are_of_about_the_same_size() -> None:
+    """Groups of 17, 14, 13 and 10 positions into two of 30: 17 + 10 and 14 + 13, not 17 + 13, 14 + 10."""
+    sizes = {0: 14, 1: 11, 2: 10, 3: 7}
+    rollouts = [make_rollout(group, completion=[1] * size) for group, size in sizes.items()]
+    batches = pack(rollouts, [True] * 4, token_budget=30)
+    assert [b.num_positions for b in batches] == [27, 27]
+
+
+@given(sizes=st.lists(st.integers(1, 50), max_size=30), num_parts=st.integers(1, 6))
+def test_dealing_is_fair(sizes: list[int], num_parts: int) -> None:
+    parts = deal(sizes, num_parts)
+    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
+    loads = [sum(sizes[i] for i in part) for part in parts]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@given(sizes=st.lists(st.integers(1, 50), max_size=30), limit=st.integers(1, 80))
+def test_nothing_but_what_is_too_large_by_itself_is_over_the_limit(sizes: list[int], limit: int) -> None:
+    parts = deal_within(sizes, limit)
+    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in part) <= limit or len(part) == 1 for part in parts)
+    assert all(parts)

@@ -38,11 +38,14 @@ def test_huge_logits_stay_finite() -> None:
 @given(
     num_tokens=st.integers(0, 7),
     chunk_rows=st.integers(1, 8),
+    kept_rows=st.integers(0, 8),
     temperature=st.sampled_from([1.0, 0.6, 2.0]),
     seed=st.integers(0, 1000),
     use=st.sampled_from(["logprobs", "entropy", "both"]),
 )
-def test_chunks_equal_plain_autograd(num_tokens: int, chunk_rows: int, temperature: float, seed: int, use: str) -> None:
+def test_chunks_equal_plain_autograd(
+    num_tokens: int, chunk_rows: int, kept_rows: int, temperature: float, seed: int, use: str
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     vocabulary, width = 11, 5
     hidden = torch.randn(num_tokens, width, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -55,7 +58,7 @@ def test_chunks_equal_plain_autograd(num_tokens: int, chunk_rows: int, temperatu
         return torch.autograd.grad(sum(parts.values()) if use == "both" else parts[use], (hidden, head))
 
     distribution = SamplingDistribution(temperature)
-    chunked = token_logprobs(hidden, head, targets, distribution, chunk_entries=chunk_rows * vocabulary)
+    chunked = token_logprobs(hidden, head, targets, distribution, chunk_rows * vocabulary, kept_rows * vocabulary)
     log_softmax = (hidden @ head.T / temperature).log_softmax(-1)
     plain = (
         log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1),
@@ -131,3 +134,12 @@ def test_each_token_has_its_own_support(cuts: dict[str, float]) -> None:
         for a, b in zip(together, alone, strict=True):
             assert a[t].item() == pytest.approx(b.item())
     assert (together[1] < token_logprobs(hidden, head, targets)[1]).all()
+
+
+@pytest.mark.parametrize(("kept_rows", "num_kept"), [(0, 0), (3, 1), (4, 2), (100, 3)])
+def test_no_more_is_kept_for_the_backward_pass_than_asked_for(kept_rows: int, num_kept: int) -> None:
+    """Five tokens in chunks of two: whole chunks are kept, as long as they fit."""
+    hidden, head = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3)
+    logprobs, _ = token_logprobs(hidden, head, torch.arange(5), chunk_entries=2 * 7, kept_entries=kept_rows * 7)
+    saved = [tensor for tensor in logprobs.grad_fn.saved_tensors if tensor.shape[-1:] == (7,)]
+    assert len(saved) == num_kept

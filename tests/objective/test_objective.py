@@ -247,7 +247,7 @@ def total(
     maxima: dict[str, float] = {}
     for share in shares:
         mine = [rollouts[i] for i in share]
-        for batch in [*pack(mine, [kept[i] for i in share], budget, layout), empty_batch()]:
+        for batch in [*pack(mine, [kept[i] for i in share], budget, layout), empty_batch(layout)]:
             out = objective(*model(batch, mine), totals)
             out.loss.backward()
             for name, value in out.sums.items():

@@ -44,7 +44,7 @@ def test_no_gradient_adds_up_in_an_order_that_threads_decide(loss: str, tiny_dir
 
 
 def test_a_head_that_is_not_plain_is_refused(tiny_dir: Path) -> None:
-    model = trainer_model.load(tiny_dir)
+    model = trainer_model.load(tiny_dir, "padded")
     plain = type(model).forward
 
     class Capped(type(model)):

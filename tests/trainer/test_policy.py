@@ -48,9 +48,10 @@ def make_policy(
     temperature: float = 1.0,
     checkpointing: bool = False,
     precision: str = "float32",
+    layout: str = "shared_prefix",
     **settings: object,
 ) -> Policy:
-    language_model = trainer_model.load(directory)
+    language_model = trainer_model.load(directory, layout)
     scorer = trainer_model.shard(
         language_model, SamplingDistribution(temperature), distributed.data_mesh(), precision, checkpointing
     )

@@ -1,0 +1,117 @@
+"""Attention over a packed row: every completion sees its group's prompt and itself.
+
+On CPUs the row is taken apart into its prompts and completions, each of which then costs what it would alone: a block
+mask over the whole row would compute every completion against every other and throw that away. On GPUs FlexAttention
+skips the blocks that its mask leaves out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from rlpost.types import PackedBatch, PackedGroup
+
+PACKED = "rlpost_packed"
+
+
+@dataclass(frozen=True)
+class _Completions:
+    """The completions behind one prompt, padded to the longest: K of Q positions, each with P + Q keys."""
+
+    queries: Tensor  # [K * Q] places in the row; padding repeats a place
+    keys: Tensor  # [K * (P + Q)]
+    mask: Tensor  # [K, 1, Q, P + Q] bool
+    kept: Tensor  # [tokens] places in [K * Q] that are not padding, in the row's order
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """Which places of a row [1, S] attend to which, worked out once for all layers."""
+
+    prompts: Sequence[slice]
+    completions: Sequence[_Completions | None]  # one a prompt; None: it has none
+
+
+def plan(groups: Sequence[PackedGroup], device: torch.device) -> PackedPlan:
+    """Args: groups: consecutive, from place 0 to the end of the row."""
+    prompts = [slice(group.start, group.start + group.prompt_length) for group in groups]
+    return PackedPlan(prompts, [_completions(group, device) for group in groups])
+
+
+def _completions(group: PackedGroup, device: torch.device) -> _Completions | None:
+    if not group.completion_lengths:
+        return None
+    lengths = torch.tensor(group.completion_lengths)
+    starts = group.start + group.prompt_length + lengths.cumsum(0) - lengths
+    offsets = torch.arange(int(lengths.max()))
+    real = offsets < lengths.unsqueeze(1)  # [K, Q]
+    places = torch.where(real, starts.unsqueeze(1) + offsets, starts.unsqueeze(1))
+    prompt = torch.arange(group.start, group.start + group.prompt_length).expand(len(lengths), -1)
+    # A real position's own and earlier places are real; what padding sees does not matter, its output is dropped.
+    causal = torch.ones(len(offsets), len(offsets), dtype=torch.bool).tril()
+    mask = torch.cat([causal.new_ones(len(offsets), group.prompt_length), causal], dim=1)
+    parts = (
+        places.flatten(),
+        torch.cat([prompt, places], dim=1).flatten(),
+        mask.expand(len(lengths), 1, -1, -1),
+        real.flatten().nonzero().flatten(),
+    )
+    return _Completions(*(part.to(device) for part in parts))
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedPlan,
+    scaling: float | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: query [1, H, S, D], key and value [1, H_kv, S, D] -> [1, S, H, D]."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, H, D]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        """[K, Q, H, D] and twice [K, P, H_kv, D] -> [K, Q, H, D]."""
+        grouped = q.shape[2] != k.shape[2]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **how).transpose(1, 2)
+
+    def taken(x: Tensor, places: Tensor, rows: int) -> Tensor:
+        # index_select and not indexing: its gradient adds up repeated places in a fixed order.
+        return x.index_select(0, places).unflatten(0, (rows, -1))
+
+    outputs = []
+    for at, completions in zip(packed.prompts, packed.completions, strict=True):
+        outputs.append(attend(*(x[at].unsqueeze(0) for x in (query, key, value)), is_causal=True)[0])
+        if completions is not None:
+            rows = completions.mask.shape[0]
+            q = taken(query, completions.queries, rows)
+            k, v = taken(key, completions.keys, rows), taken(value, completions.keys, rows)
+            output = attend(q, k, v, attn_mask=completions.mask)
+            outputs.append(output.flatten(0, 1).index_select(0, completions.kept))
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+def block_mask(batch: PackedBatch) -> Any:
+    """FlexAttention's block mask of a packed row, for GPUs."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    group, segment = batch.group_index[0], batch.segment_index[0]
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        shared = (segment[k] == 0) | (segment[k] == segment[q])
+        return (q >= k) & (group[q] == group[k]) & shared
+
+    size = batch.input_ids.shape[1]
+    return create_block_mask(visible, None, None, size, size, device=batch.input_ids.device)
