@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ class TokenLoss(NamedTuple):
 
 
 class Loss(Protocol):
+    """A loss whose gradient is exactly 0 where the advantage is may say so with `zero_at_zero_advantage = True`: the
+    trainer then leaves out the backward pass of groups without one."""
+
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tokens: TokenView) -> TokenLoss:
         """Args: the first three [T]; only `logprobs` carries a gradient."""
         ...
@@ -38,6 +41,8 @@ class ClippedLoss:
         ratio_cap: the unclipped term takes ratios up to this (INTELLECT-2, arXiv:2505.07291: two-sided clipping);
             over 1 + eps_high, None is off.
     """
+
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     eps_low: float = 0.2
     eps_high: float = 0.2
@@ -76,6 +81,8 @@ class GSPOLoss:
     the same value, and a gradient that a per-token advantage would weigh.
     """
 
+    zero_at_zero_advantage: ClassVar[bool] = True
+
     eps_low: float = 3e-4
     eps_high: float = 4e-4
     variant: Literal["sequence", "token"] = "sequence"
@@ -101,6 +108,8 @@ class CISPOLoss:
     lower bound (eps_low = 1).
     """
 
+    zero_at_zero_advantage: ClassVar[bool] = True
+
     eps_low: float = 1.0
     eps_high: float = 4.0
 
@@ -122,6 +131,8 @@ class SAPOLoss:
     slope at ratio 1 is 1, so on-policy its gradient is REINFORCE's.
     """
 
+    zero_at_zero_advantage: ClassVar[bool] = True
+
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
@@ -140,6 +151,8 @@ class SAPOLoss:
 @dataclass(frozen=True)
 class ReinforceLoss:
     """REINFORCE (Williams, 1992): loss = -A * logprob, with no ratio: exact for one optimizer step a rollout batch."""
+
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tokens: TokenView) -> TokenLoss:
         ratio = torch.exp(logprobs.detach() - old_logprobs)

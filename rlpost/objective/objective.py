@@ -44,6 +44,11 @@ class Objective:
     kl_reducer: Literal["sequence_mean", "same"] = "sequence_mean"
     entropy_coef: float = 0.0
 
+    @property
+    def is_zero_at_zero_advantage(self) -> bool:
+        """Whether a sequence of advantage 0 has a gradient of exactly 0."""
+        return not self.kl_coef and not self.entropy_coef and getattr(self.loss, "zero_at_zero_advantage", False)
+
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> ObjectiveOutput:
         """Args: logprobs [T] and entropy [T] by the current policy, both with gradient."""
         tokens = batch.tokens

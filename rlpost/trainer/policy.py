@@ -105,9 +105,12 @@ class Policy:
                     continue
                 chosen = set(groups.tolist())
                 members = [i for i, rollout in enumerate(rollouts) if rollout.prompt.group_id in chosen]
-                batches = self._pack(rollouts, members, attached)
-                positions += sum(batch.num_positions for batch in batches)
-                step_means, step_maxima = self._optimizer_step([rollouts[i] for i in members], batches)
+                idle = self._without_gradient(rollouts, members)
+                batches = self._pack(rollouts, [i for i in members if i not in idle], attached)
+                idle_batches = self._pack(rollouts, sorted(idle), attached)
+                positions += sum(batch.num_positions for batch in [*batches, *idle_batches])
+                chosen_rollouts = [rollouts[i] for i in members]
+                step_means, step_maxima = self._optimizer_step(chosen_rollouts, batches, idle_batches)
                 for name, value in step_means.items():
                     means[name].append(value)
                 for name, value in step_maxima.items():
@@ -138,6 +141,14 @@ class Policy:
         prefix = "language_model."
         for name, parameter in self.scorer.named_parameters():
             yield name.removeprefix(prefix), distributed.full(parameter.detach())
+
+    def _without_gradient(self, rollouts: Sequence[Rollout], members: Sequence[int]) -> set[int]:
+        """Those whose whole group is masked or has the advantage 0, if the objective takes only metrics from them."""
+        if not self._objective.is_zero_at_zero_advantage:
+            return set()
+        kept = self._loss_masks(rollouts)
+        active = {rollouts[i].prompt.group_id for i in members if kept[i] and rollouts[i].advantage != 0}
+        return {i for i in members if rollouts[i].prompt.group_id not in active}
 
     def _loss_masks(self, rollouts: Sequence[Rollout]) -> list[bool]:
         masked = self._settings.mask_truncated
@@ -170,8 +181,7 @@ class Policy:
             sizes = torch.bincount(batch.sequence_index, minlength=len(batch.rollout_ids)).tolist()
             for values, into in zip(scorer(to_device(batch)), scored, strict=True):
                 into.update(zip(batch.rollout_ids, values.cpu().split(sizes), strict=True))
-        # Without a backward pass FSDP leaves the root's parameters whole; updates and checkpoints expect shards.
-        scorer.reshard()
+        scorer.reshard()  # without a backward pass FSDP leaves the root's parameters whole; the rest expects shards
         return scored
 
     def _top_entropy(
@@ -193,21 +203,30 @@ class Policy:
                 ours.lerp_(theirs, s.reference_mix)
 
     def _optimizer_step(
-        self, rollouts: Sequence[Rollout], batches: Sequence[PackedBatch]
+        self, rollouts: Sequence[Rollout], batches: Sequence[PackedBatch], idle_batches: Sequence[PackedBatch]
     ) -> tuple[dict[str, float], dict[str, float]]:
+        """One optimizer step over all of the batches; the idle ones add to the metrics and have no gradient."""
         s = self._settings
         totals = distributed.sum_totals(step_totals(rollouts, self._loss_masks(rollouts), s.max_completion_tokens))
         sums: dict[str, float] = defaultdict(float)
         maxima: dict[str, float] = defaultdict(float)
-        self.optimizer.zero_grad()
-        for batch in map(to_device, batches):
-            logprobs, entropy = self.scorer(batch)
-            output = self._objective(batch, logprobs, entropy, totals)
-            output.loss.backward()
+
+        def run(batch: PackedBatch) -> Tensor:
+            output = self._objective(batch, *self.scorer(batch), totals)
             for name, value in output.sums.items():
                 sums[name] += value.item()
             for name, value in output.maxima.items():
                 maxima[name] = float(np.maximum(maxima[name], value.item()))  # keeps a NaN
+            return output.loss
+
+        self.optimizer.zero_grad()
+        if idle_batches:
+            with torch.no_grad():
+                for batch in map(to_device, idle_batches):
+                    run(batch)
+            self.scorer.reshard()  # as in _score
+        for batch in map(to_device, batches):
+            run(batch).backward()
         sums, maxima = distributed.sum_over_ranks(sums), distributed.max_over_ranks(maxima)
 
         if np.isnan(maxima["policy/ratio_max"]):
@@ -220,6 +239,9 @@ class Policy:
                 "policy gradient would be biased; raise the bound only if that is meant"
             )
         parameters = list(self.scorer.parameters())
+        if not batches:  # the optimizer's moments decay all the same
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
         bound = float("inf") if s.max_grad_norm is None else s.max_grad_norm
         norm = distributed.full(torch.nn.utils.clip_grad_norm_(parameters, bound)).item()
         if not np.isfinite(norm):

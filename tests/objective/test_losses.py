@@ -220,3 +220,17 @@ def test_flags_are_booleans_and_float32_stays_float32(loss: Loss) -> None:
     out = loss(doubles(-1.0).float(), doubles(-1.2).float(), doubles(0.5).float(), view([1]))
     assert (out.clipped_low.dtype, out.clipped_high.dtype) == (torch.bool, torch.bool)
     assert (out.loss.dtype, out.ratio.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [ClippedLoss(), ClippedLoss(dual_clip=3.0, ratio_cap=4.0), GSPOLoss(), CISPOLoss(), SAPOLoss(), ReinforceLoss()],
+)
+def test_a_loss_that_says_so_gives_an_advantage_of_zero_no_gradient(loss: Loss) -> None:
+    """To the bit, whatever the ratio: sequences without an advantage need no backward pass."""
+    assert loss.zero_at_zero_advantage
+    logprobs = (-3 * torch.rand(6, dtype=torch.float64)).requires_grad_()
+    old = torch.tensor([-0.1, -1.0, -2.0, -3.0, -4.0, -5.0], dtype=torch.float64)
+    out = loss(logprobs, old, torch.zeros(6, dtype=torch.float64), view([4, 2]))
+    (gradient,) = torch.autograd.grad(out.loss.sum(), logprobs)
+    assert not gradient.any()

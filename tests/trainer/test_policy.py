@@ -19,7 +19,7 @@ from rlpost.trainer.policy import (
     make_optimizer,
     make_scheduler,
 )
-from rlpost.types import Rollout
+from rlpost.types import PackedBatch, Rollout
 from tests.conftest import make_rollout
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -174,6 +174,77 @@ def test_adamw_takes_the_divisor_away(tiny_dir: Path) -> None:
     apart = (path(64, 1e-8) - path(1024, 1e-8)).abs()
     assert apart.max() < 5 * 1e-3
     assert apart.mean() < 1e-4
+
+
+class Undeclared(ClippedLoss):
+    """The same loss, which does not say that nothing comes of an advantage of 0."""
+
+    zero_at_zero_advantage = False
+
+
+def in_float64(directory: Path, objective: Objective, **settings: object) -> Policy:
+    scorer = trainer_model.shard(
+        trainer_model.load(directory).double(), SamplingDistribution(), distributed.data_mesh()
+    )
+    optimizer = make_optimizer(scorer, 1e-3, (0.9, 0.95), 1e-8, 0.0)
+    settings = UpdateSettings(max_completion_tokens=8, micro_batch_tokens=30, **settings)
+    return Policy(scorer, None, objective, optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)
+
+
+def count_backward(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Group counts of the micro-batches that go through the model with a gradient, as they come."""
+    seen: list[int] = []
+    forward = policy.scorer.forward
+
+    def counting(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_grad_enabled():
+            seen.append(len(batch.groups))
+        return forward(batch)
+
+    monkeypatch.setattr(policy.scorer, "forward", counting)
+    return seen
+
+
+@pytest.mark.parametrize("idle", [{1, 3}, {0, 1, 2, 3}])
+@pytest.mark.parametrize("settings", [{}, {"num_mini_batches": 2, "num_epochs": 2}])
+def test_groups_of_advantage_zero_need_no_backward_pass(
+    idle: set[int], settings: dict[str, int], tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics and, over three updates with the optimizer's momentum, weights are those of the whole update."""
+    made = rollouts()
+    results = []
+    for loss in (ClippedLoss(), Undeclared()):
+        policy = in_float64(tiny_dir, Objective(loss), **settings)
+        policy.update(made, groups(made), step=1)
+        for rollout in (quiet := rollouts()):
+            if rollout.prompt.group_id in idle:
+                rollout.advantage = 0.0
+        seen = count_backward(policy, monkeypatch)
+        metrics = [policy.update(quiet, groups(quiet), step) for step in (2, 3)]
+        for each in metrics:
+            each.pop("train/tokens_per_s")
+        results.append((metrics, weights(policy), sum(seen)))
+    (fast, fast_weights, fast_groups), (whole, whole_weights, whole_groups) = results
+    for a, b in zip(fast, whole, strict=True):
+        assert a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True)
+    for name, weight in whole_weights.items():
+        torch.testing.assert_close(fast_weights[name], weight, rtol=0, atol=1e-9)
+    passes = 2 * settings.get("num_epochs", 1)
+    assert fast_groups == passes * (4 - len(idle))
+    assert whole_groups >= passes * 4
+
+
+@pytest.mark.parametrize("term", ["kl_coef", "entropy_coef"])
+def test_a_term_that_pulls_on_every_group_leaves_none_out(
+    term: str, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = in_float64(tiny_dir, Objective(**{term: 0.1}))
+    seen = count_backward(policy, monkeypatch)
+    made = rollouts()
+    for rollout in made:
+        rollout.advantage = 0.0
+    policy.update(made, groups(made), step=1)
+    assert sum(seen) >= 4
 
 
 def test_top_entropy_tokens_alone_give_a_policy_gradient(tiny_dir: Path) -> None:
