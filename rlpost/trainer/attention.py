@@ -80,9 +80,12 @@ def packed_attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         """[K, Q, H, D] and twice [K, P, H_kv, D] -> [K, Q, H, D]."""
-        grouped = q.shape[2] != k.shape[2]
+        grouped, dtype = q.shape[2] != k.shape[2], q.dtype
+        if dtype == torch.bfloat16 and q.device.type == "cpu":  # twice as fast as the bf16 kernel, casts included
+            q, k, v = q.float(), k.float(), v.float()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **how).transpose(1, 2)
+        output = scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **how)
+        return output.transpose(1, 2).to(dtype)
 
     def taken(x: Tensor, places: Tensor, rows: int) -> Tensor:
         # index_select and not indexing: its gradient adds up repeated places in a fixed order.

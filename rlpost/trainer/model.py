@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from rlpost.data.packing import Layout
 from rlpost.errors import UserError
 from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
+from rlpost.trainer import distributed
 from rlpost.trainer.attention import PACKED, block_mask, plan
 from rlpost.trainer.linear import use_onednn
 from rlpost.types import PackedBatch, PackedGroup
@@ -37,6 +38,15 @@ class TokenScorer(nn.Module):
     def layout(self) -> Layout:
         """The layout of the micro-batches that this model takes."""
         return "padded" if self.language_model.config._attn_implementation == "sdpa" else "shared_prefix"
+
+    def hold_gradients(self, hold: bool) -> None:
+        """Keep parameters and gradients as they are after the next backward pass, for another one to follow.
+
+        Only where there is one rank: several would each have to hold all of the gradients for it.
+        """
+        if distributed.world_size() == 1:
+            self.set_requires_gradient_sync(not hold)
+            self.set_reshard_after_backward(not hold)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Returns: logprobs [T] and entropy [T] under the sampling distribution, both with gradient."""
@@ -140,10 +150,11 @@ def shard(
         if precision == "bfloat16"
         else MixedPrecisionPolicy()
     )
+    alone = mesh.size() == 1
     for block in _blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not alone)
     fully_shard(scorer, mesh=mesh, mp_policy=policy)
-    if mesh.size() == 1:  # nothing to sum: a factor would only cost a pass over every gradient
+    if alone:  # nothing to sum: a factor would only cost a pass over every gradient
         return scorer
     for module in scorer.modules():
         if isinstance(module, FSDPModule):

@@ -225,8 +225,9 @@ class Policy:
                 for batch in map(to_device, idle_batches):
                     run(batch)
             self.scorer.reshard()  # as in _score
-        for batch in map(to_device, batches):
-            run(batch).backward()
+        for number, batch in enumerate(batches, start=1):
+            self.scorer.hold_gradients(number < len(batches))
+            run(to_device(batch)).backward()
         sums, maxima = distributed.sum_over_ranks(sums), distributed.max_over_ranks(maxima)
 
         if np.isnan(maxima["policy/ratio_max"]):
