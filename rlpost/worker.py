@@ -3,6 +3,11 @@
 Exit codes: 0 finished; 1 failed while running; 2 the configuration or the input is wrong; 130 interrupted.
 """
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until the loop starts: imports make a million objects that stay, and each collection walks them all
+
 import logging
 import signal
 import sys
@@ -67,6 +72,8 @@ def main(run_dir: str) -> int:
     try:
         loop, progress = _assemble(run, stop)
         tracker = loop.tracker
+        gc.freeze()
+        gc.enable()
         with progress:
             evaluation = loop.run(progress)
         if tracker:
@@ -140,6 +147,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         stop=tuple(cfg.rollout.stop),
     )
     policy = _policy(cfg, directory, source.trust_remote_code, objective, sampling)
+    gc.freeze()  # vLLM collects garbage several times as it starts
     engine = build(
         cfg.rollout.engine,
         directory=directory,

@@ -97,8 +97,10 @@ def sum_totals(totals: StepTotals) -> StepTotals:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, on every rank; a plain tensor is returned as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The whole of a sharded tensor, on every rank; a plain tensor, or the only shard, is returned as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def gather_all(item: T) -> list[T]:

@@ -48,6 +48,12 @@ class TokenScorer(nn.Module):
             self.set_requires_gradient_sync(not hold)
             self.set_reshard_after_backward(not hold)
 
+    def shard_again(self) -> None:
+        """After passes without a gradient, which leave parameters whole; optimizer and checkpoints expect shards."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Returns: logprobs [T] and entropy [T] under the sampling distribution, both with gradient."""
         hidden = _hidden_states(self.language_model, batch)

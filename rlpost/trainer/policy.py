@@ -181,7 +181,7 @@ class Policy:
             sizes = torch.bincount(batch.sequence_index, minlength=len(batch.rollout_ids)).tolist()
             for values, into in zip(scorer(to_device(batch)), scored, strict=True):
                 into.update(zip(batch.rollout_ids, values.cpu().split(sizes), strict=True))
-        scorer.reshard()  # without a backward pass FSDP leaves the root's parameters whole; the rest expects shards
+        scorer.shard_again()
         return scored
 
     def _top_entropy(
@@ -224,7 +224,7 @@ class Policy:
             with torch.no_grad():
                 for batch in map(to_device, idle_batches):
                     run(batch)
-            self.scorer.reshard()  # as in _score
+            self.scorer.shard_again()
         for number, batch in enumerate(batches, start=1):
             self.scorer.hold_gradients(number < len(batches))
             run(to_device(batch)).backward()
