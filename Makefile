@@ -9,6 +9,8 @@ VLLM ?= cpu
 NAME ?= drgrpo_divisor
 ARGS ?=
 PORT ?= 5000
+# The peer of make bench, as pyproject.toml's extra `bench` has it.
+TRL = $(shell sed -n 's/^bench = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock train test test-fast coverage mutate lint format ui sweep bench clean
@@ -72,8 +74,9 @@ ui: $(READY) ## Show outputs/mlflow.db in the MLflow dashboard (PORT=5000)
 sweep: $(READY) ## Run a sweep of sweeps/ (NAME=drgrpo_divisor)
 	@$(BIN)/rlpost --config-dir sweeps --config-name $(NAME) $(ARGS)
 
-bench: $(READY) ## Time the default step, phase by phase
-	@$(BIN)/python benchmarks/step.py $(ARGS)
+bench: $(READY) ## Run the benchmarks and write docs/benchmarks (ARGS="--only growth"; all take about an hour)
+	@$(BIN)/python -c 'import trl' 2> /dev/null || $(BIN)/pip install -qq --disable-pip-version-check --no-deps "$(TRL)"
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## Remove .venv and caches; outputs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

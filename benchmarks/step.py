@@ -1,6 +1,6 @@
 """Time the default step, phase by phase: a real run of a few steps, medians over all but the first.
 
-make bench ARGS="--steps 6 model=tiny"
+python benchmarks/step.py --steps 6 model=tiny
 """
 
 import argparse

@@ -75,6 +75,7 @@ class Loop:
     reward_processing: Sequence[RewardProcessor] = ()
     step: int = 0
     tokens: int = 0
+    _step_ended: float | None = None
 
     def run(self, progress: StepProgress) -> dict[str, float]:
         """Train to the last step. Returns: the last evaluation.
@@ -104,6 +105,8 @@ class Loop:
         seconds = {"rollout": 0.0, "reward": 0.0}
         drawn = self.stream.state_dict()
         started = time.perf_counter()
+        if self._step_ended is not None:  # records, evaluation and checkpoint of the step before
+            seconds["between_steps"] = started - self._step_ended
         sampled, group_ids, sampling_metrics = self._sample(step, seconds, progress)
         rollouts = [rollout for rollout in sampled if rollout.kept]
         if distributed.any_rank(self.stop_requested()):  # nothing has changed yet: this step can be done again
@@ -118,7 +121,8 @@ class Loop:
             progress.phase(step, "weight sync")
             self.engine.load_weights(self.policy.named_weights())
 
-        seconds["step"] = time.perf_counter() - started
+        self._step_ended = time.perf_counter()
+        seconds["step"] = self._step_ended - started
         num_tokens = sum(len(r.completion.token_ids) for r in sampled)
         total = int(distributed.sum_over_ranks({"tokens": num_tokens})["tokens"])
         self.step, self.tokens = step, self.tokens + total

@@ -44,7 +44,7 @@ class TokenScorer(nn.Module):
 
         Only where there is one rank: several would each have to hold all of the gradients for it.
         """
-        if distributed.world_size() == 1:
+        if isinstance(self, FSDPModule) and distributed.world_size() == 1:
             self.set_requires_gradient_sync(not hold)
             self.set_reshard_after_backward(not hold)
 
@@ -144,19 +144,22 @@ def shard(
 ) -> TokenScorer:
     """Wrap and shard with `fully_shard`: a unit per block, and the root with embeddings and head.
 
-    Gradients are summed over ranks, not averaged: the objective's weights hold the step's denominators already.
+    Gradients are summed over ranks, not averaged: the objective's weights hold the step's denominators already. One
+    rank in float32 has nothing to shard and nothing to cast, and is spared the copies.
     """
     if activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only
         _disable_dropout(model)
     scorer = TokenScorer(model, distribution)
+    alone = mesh.size() == 1
+    if alone and precision == "float32":
+        return scorer
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if precision == "bfloat16"
         else MixedPrecisionPolicy()
     )
-    alone = mesh.size() == 1
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not alone)
     fully_shard(scorer, mesh=mesh, mp_policy=policy)

@@ -267,12 +267,12 @@ def test_the_reference_can_follow_the_policy(tiny_dir: Path) -> None:
     reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
     objective = Objective(ClippedLoss(), kl_coef=0.1)
     policy = make_policy(tiny_dir, reference=reference, objective=objective, reference_every=2, reference_mix=0.5)
-    start = [p.full_tensor().clone() for p in reference.parameters()]
+    start = [distributed.full(p).clone() for p in reference.parameters()]
     policy.update(made, groups(made), step=1)
-    assert all(torch.equal(p.full_tensor(), s) for p, s in zip(reference.parameters(), start, strict=True))
+    assert all(torch.equal(distributed.full(p), s) for p, s in zip(reference.parameters(), start, strict=True))
     policy.update(made, groups(made), step=2)
     for p, s, w in zip(reference.parameters(), start, weights(policy).values(), strict=True):
-        torch.testing.assert_close(p.full_tensor(), (s + w) / 2)
+        torch.testing.assert_close(distributed.full(p), (s + w) / 2)
 
 
 def test_the_kl_of_a_sequence_is_its_log_ratio(tiny_dir: Path) -> None:

@@ -1,0 +1,115 @@
+"""(b): update and rollout of the default model against what their matrix products alone take on this machine.
+
+The floor holds every product of the model, each with operands of its own (as in the model, they are not in the cache),
+through the quicker of PyTorch's two libraries, and nothing else: no attention, no norm, no optimizer, no sampling.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.against_trl import BF16, ours, prompts
+from benchmarks.common import default_model, median_seconds, module, run
+
+OPERANDS = 6  # sets of operands to go round: together they are larger than the cache
+
+
+def products(rows: int, dtype_name: str, width: int, inner: int, key_width: int) -> dict[str, float]:
+    """Seconds of one forward and one backward pass over a block's seven products, for `rows` positions."""
+    shapes = [(width, width)] * 2 + [(key_width, width)] * 2 + [(inner, width)] * 2 + [(width, inner)]
+    forward = sum(_product(rows, k, n, dtype_name) for n, k in shapes)
+    to_input = sum(_product(rows, n, k, dtype_name) for n, k in shapes)
+    to_weight = sum(_product(n, rows, k, dtype_name) for n, k in shapes)
+    return {"forward": forward, "backward": to_input + to_weight}
+
+
+_known: dict[tuple[Any, ...], float] = {}
+
+
+def _product(m: int, k: int, n: int, dtype_name: str) -> float:
+    """Seconds of [m, k] x [k, n]."""
+    import torch
+
+    from rlpost.products import times_transposed
+
+    key = (m, k, n, dtype_name)
+    if key not in _known:
+        dtype = getattr(torch, dtype_name)
+        sets = [(torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)) for _ in range(OPERANDS)]
+
+        def every(multiply: Any) -> None:
+            for a, b in sets:
+                multiply(a, b)
+
+        quickest = min(median_seconds(lambda f=f: every(f)) for f in (times_transposed, lambda a, b: a @ b.T))
+        _known[key] = quickest / OPERANDS
+    return _known[key]
+
+
+def floors(dtype_name: str, positions: int, tokens: int, prompt_tokens: int, decode_rows: int = 64) -> dict[str, float]:
+    """Seconds of an update over `positions`, `tokens` of them predicted, and of sampling them.
+
+    Sampling computes every prompt once and then `decode_rows` tokens at a time.
+    """
+    config = json.loads((default_model() / "config.json").read_text())
+    width, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    head_width = width // config["num_attention_heads"]
+    shape = (width, inner, head_width * config["num_key_value_heads"])
+    vocabulary = config["vocab_size"]
+    chunk = min(tokens, 2**24 // vocabulary)
+
+    blocks = products(1024, dtype_name, *shape)
+    head = [
+        _product(chunk, width, vocabulary, dtype_name),
+        _product(chunk, vocabulary, width, dtype_name),
+        _product(vocabulary, chunk, width, dtype_name),
+    ]
+    decoding = products(decode_rows, dtype_name, *shape)["forward"] * layers
+    decoding += _product(decode_rows, width, vocabulary, dtype_name)
+    return {
+        "update": sum(blocks.values()) * layers * positions / 1024 + sum(head) * tokens / chunk,
+        "rollout": blocks["forward"] * layers * prompt_tokens / 1024 + decoding * tokens / decode_rows,
+        "update_gflop": 6e-9 * layers * _block_weights(*shape) * positions + 6e-9 * vocabulary * width * tokens,
+        "rollout_gflop": 2e-9 * layers * _block_weights(*shape) * (prompt_tokens + tokens)
+        + 2e-9 * vocabulary * width * tokens,
+    }
+
+
+def _block_weights(width: int, inner: int, key_width: int) -> int:
+    return 2 * width * width + 2 * key_width * width + 3 * inner * width
+
+
+def copy_rate() -> float:
+    """GB/s of a copy of 256 MiB, read and write both counted."""
+    import torch
+
+    a = torch.ones(2**26)
+    b = torch.empty_like(a)
+    return 2 * a.numel() * 4 / 1e9 / median_seconds(lambda: b.copy_(a))
+
+
+def measure() -> dict[str, Any]:
+    """Phases of the busy case, where nothing is left out, against their floors, in one run."""
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        file = prompts("busy", scratch / "prompts.jsonl")
+        for dtype in ("float32", "bfloat16"):
+            print(f"floor, {dtype}", flush=True)
+            extra = [] if dtype == "float32" else BF16
+            result = ours("busy", 6, file, scratch, *extra)
+            tokens = round(sum(result["lengths"][2:]) / len(result["lengths"][2:]) * 64)
+            prompt_tokens = round(sum(result["prompt_tokens"][2:]) / len(result["prompt_tokens"][2:]))
+            arguments = (dtype, prompt_tokens + tokens, tokens, prompt_tokens)
+            # A process of its own, with the same memory settings as a run's.
+            floor = json.loads(run(module("benchmarks.floor", *arguments)).output.splitlines()[-1])
+            results[dtype] = {"run": result, "tokens": tokens, "prompt_tokens": prompt_tokens, "floor": floor}
+    return results
+
+
+if __name__ == "__main__":
+    import sys
+
+    name, *counts = sys.argv[1:]
+    print(json.dumps({**floors(name, *map(int, counts)), "copy_gb_s": copy_rate()}))

@@ -1,0 +1,84 @@
+"""(d): the update as completions, groups and the vocabulary grow, and memory as a step does at a fixed budget.
+
+Every point is a process of its own: python -m benchmarks.growth NAME VALUE
+"""
+
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import default_model, make_policy, module, run, synthetic
+
+LENGTHS = [32, 64, 128, 256, 512, 1024]
+GROUP_SIZES = [4, 8, 16, 32, 64]
+VOCABULARIES = [8192, 32768, 49152, 131072]
+STEP_TOKENS = [2048, 4096, 8192, 16384, 32768]
+LAYERS = 6  # of the default model's 30, where only the shape of the curve matters
+
+
+def model(vocabulary: int, layers: int = LAYERS) -> Path:
+    """A model of the default one's width, with random weights."""
+    import tempfile
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = json.loads((default_model() / "config.json").read_text())
+    config |= {"vocab_size": vocabulary, "num_hidden_layers": layers}
+    target = Path(tempfile.mkdtemp())
+    LlamaForCausalLM(LlamaConfig(**{k: v for k, v in config.items() if k != "architectures"})).save_pretrained(target)
+    return target
+
+
+def rollouts(name: str, value: int, vocabulary: int) -> list[Any]:
+    """About 4096 completion tokens, but for the memory curve: prompts of 64."""
+    if name == "completion length":
+        return synthetic(max(1, 4096 // (8 * value)), min(8, 4096 // value), 64, value, vocabulary)
+    if name == "group size":
+        return synthetic(64 // value, value, 64, 64, vocabulary)
+    if name == "vocabulary":
+        return synthetic(8, 8, 64, 64, vocabulary)
+    return synthetic(value // 1024, 8, 64, 120, vocabulary)  # 1024 packed positions a group
+
+
+def point(name: str, value: int) -> dict[str, float]:
+    vocabulary = value if name == "vocabulary" else 49152
+    policy = make_policy(model(vocabulary))
+    made = rollouts(name, value, vocabulary)
+    groups = sorted({r.prompt.group_id for r in made})
+    seconds = []
+    for step in range(3):
+        started = time.perf_counter()
+        policy.update(made, groups, step)
+        seconds.append(time.perf_counter() - started)
+    tokens = sum(len(r.completion.token_ids) for r in made)
+    positions = tokens + sum(len(r.prompt.token_ids) for r in made if r.sample_index == 0)
+    return {
+        "seconds": statistics.median(seconds[1:]),
+        "tokens": tokens,
+        "positions": positions,
+        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+    }
+
+
+def measure() -> dict[str, Any]:
+    curves = {
+        "completion length": LENGTHS,
+        "group size": GROUP_SIZES,
+        "vocabulary": VOCABULARIES,
+        "packed tokens a step": STEP_TOKENS,
+    }
+    results: dict[str, Any] = {}
+    for name, values in curves.items():
+        print(f"growth: {name}", flush=True)
+        results[name] = {
+            v: json.loads(run(module("benchmarks.growth", name, v)).output.splitlines()[-1]) for v in values
+        }
+    return results
+
+
+if __name__ == "__main__":
+    print(json.dumps(point(sys.argv[1], int(sys.argv[2]))))
