@@ -17,7 +17,7 @@ LENGTHS = [32, 64, 128, 256, 512, 1024]
 GROUP_SIZES = [4, 8, 16, 32, 64]
 VOCABULARIES = [8192, 32768, 49152, 131072]
 STEP_TOKENS = [2048, 4096, 8192, 16384, 32768]
-LAYERS = 6  # of the default model's 30, where only the shape of the curve matters
+LAYERS = 3  # of the default model's 30: only the shape of the curves matters
 
 
 def model(vocabulary: int, layers: int = LAYERS) -> Path:
@@ -34,13 +34,13 @@ def model(vocabulary: int, layers: int = LAYERS) -> Path:
 
 
 def rollouts(name: str, value: int, vocabulary: int) -> list[Any]:
-    """About 4096 completion tokens, but for the memory curve: prompts of 64."""
+    """2048 completion tokens, but for the memory curve: prompts of 64."""
     if name == "completion length":
-        return synthetic(max(1, 4096 // (8 * value)), min(8, 4096 // value), 64, value, vocabulary)
+        return synthetic(max(1, 256 // value), min(8, 2048 // value), 64, value, vocabulary)
     if name == "group size":
-        return synthetic(64 // value, value, 64, 64, vocabulary)
+        return synthetic(64 // value, value, 64, 32, vocabulary)
     if name == "vocabulary":
-        return synthetic(8, 8, 64, 64, vocabulary)
+        return synthetic(4, 8, 64, 64, vocabulary)
     return synthetic(value // 1024, 8, 64, 120, vocabulary)  # 1024 packed positions a group
 
 

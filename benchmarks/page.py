@@ -37,7 +37,8 @@ def write(results: dict[str, Any], out: Path) -> None:
 def _conditions(name: str, entry: dict[str, Any]) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in entry["machine"].items())
     versions = ", ".join(f"{key} {value}" for key, value in entry["versions"].items())
-    return f"<sub>`make bench ARGS='--only {name}'`, {entry['date']}, commit {entry['commit'][:12]}; {machine}; {versions}</sub>"
+    made = f"`make bench ARGS='--only {name}'`, {entry['date']}, commit {entry['commit'][:12]}"
+    return f"<sub>{made}; {machine}; {versions}</sub>"
 
 
 def _against_trl(results: dict[str, Any], _: dict[str, Any], out: Path) -> list[str]:
@@ -107,7 +108,7 @@ def _growth(results: dict[str, Any], _: dict[str, Any], out: Path) -> list[str]:
     lines = [
         "## Growth",
         "",
-        "Updates of a model of the default one's width with 6 of its 30 layers, float32, micro-batches of at most 2048 "
+        "Updates of a model of the default one's width with 3 of its 30 layers, float32, micro-batches of at most 2048 "
         "packed tokens.",
     ]
     for axes, (name, points) in zip(panels, results.items(), strict=True):

@@ -116,7 +116,7 @@ class Loop:
             self._set_advantages(rollouts)
         with _timed(seconds, "update"):
             progress.phase(step, "update")
-            metrics = self.policy.update(rollouts, group_ids, step)
+            metrics = self.policy.update(distributed.balanced(rollouts), group_ids, step)
         with _timed(seconds, "sync"):
             progress.phase(step, "weight sync")
             self.engine.load_weights(self.policy.named_weights())

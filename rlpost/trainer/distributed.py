@@ -4,7 +4,8 @@ Every call works with one rank too, so there is one path.
 """
 
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlpost.types import StepTotals
+from rlpost.data.balance import deal
+from rlpost.types import Rollout, StepTotals
 
 T = TypeVar("T")
 
@@ -127,3 +129,18 @@ def broadcast_from_main(item: T) -> T:
 def share_of(items: list[T]) -> list[T]:
     """This rank's part of a list that every rank holds: every world-size-th item."""
     return items[rank() :: world_size()]
+
+
+def balanced(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """This rank's share of everyone's rollouts: whole groups, dealt out anew so that the ranks have equal work.
+
+    Which prompts a rank sampled says nothing of how long the completions became.
+    """
+    groups: dict[int, list[Rollout]] = defaultdict(list)
+    for share in gather_all(list(rollouts)):
+        for rollout in share:
+            groups[rollout.prompt.group_id].append(rollout)
+    ids = sorted(groups)
+    sizes = [len(groups[i][0].prompt.token_ids) + sum(len(r.completion.token_ids) for r in groups[i]) for i in ids]
+    mine = deal(sizes, world_size())[rank()]
+    return [rollout for index in mine for rollout in groups[ids[index]]]
