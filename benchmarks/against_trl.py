@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from benchmarks.common import NO_CHECKPOINTS, module, rlpost, run, spread
+from rlpost.cluster.local import MALLOC
 from rlpost.data.tasks import Addition
 
 # 1 where the answer's last letter is in the alphabet's first half: 0 or 1 by chance, the same on both sides.
@@ -25,6 +26,14 @@ BF16 = [
     "+algorithm.corrections.tis._target_=rlpost.objective.corrections.ImportanceSampling",
 ]
 ANIMALS = ["a fox", "an owl", "a whale", "a goat", "a wolf", "a crow", "a bear", "a mole", "a swan", "a toad"]
+
+# trl is run as its users run it, and once more with the memory settings that rlpost gives its own workers.
+LABELS = {
+    "trl": "trl 1.16\nfloat32",
+    "trl_huge_pages": "trl 1.16\nhuge pages",
+    "float32": "rlpost\nfloat32",
+    "bfloat16": "rlpost\nbfloat16",
+}
 
 
 def prompts(case: str, into: Path) -> Path:
@@ -65,8 +74,8 @@ def ours(case: str, steps: int, file: Path, scratch: Path, *overrides: str) -> d
     return result
 
 
-def theirs(case: str, steps: int, file: Path) -> dict[str, Any]:
-    finished = run(module("benchmarks.peer", case, steps, file), PYTHONWARNINGS="ignore")
+def theirs(case: str, steps: int, file: Path, **environment: str) -> dict[str, Any]:
+    finished = run(module("benchmarks.peer", case, steps, file), PYTHONWARNINGS="ignore", **environment)
     (line,) = [line for line in finished.output.splitlines() if line.startswith("RESULT ")]
     return {**json.loads(line.removeprefix("RESULT ")), "peak_rss_gb": finished.peak_rss_gb}
 
@@ -75,7 +84,7 @@ def measure(repeats: int = 3) -> dict[str, Any]:
     """One side after the other, `repeats` times; the first two steps of each run warm up."""
     results: dict[str, Any] = {}
     for case in ("default", "busy"):
-        sides: dict[str, list[dict[str, Any]]] = {"trl": [], "float32": [], "bfloat16": []}
+        sides: dict[str, list[dict[str, Any]]] = {name: [] for name in LABELS}
         with tempfile.TemporaryDirectory() as directory:
             scratch = Path(directory)
             file = prompts(case, scratch / "prompts.jsonl")
@@ -83,6 +92,7 @@ def measure(repeats: int = 3) -> dict[str, Any]:
                 print(f"against trl, {case}: repeat {number + 1} of {repeats}", flush=True)
                 sides["float32"].append(ours(case, 5, file, scratch))
                 sides["trl"].append(theirs(case, 4, file))
+                sides["trl_huge_pages"].append(theirs(case, 4, file, GLIBC_TUNABLES=MALLOC))
                 sides["bfloat16"].append(ours(case, 5, file, scratch, *BF16))
         results[case] = {name: _summary(runs) for name, runs in sides.items()}
         for name in ("float32", "bfloat16"):
@@ -111,7 +121,7 @@ def table(results: dict[str, Any]) -> list[str]:
     ]
     for case, sides in results.items():
         for name, side in sides.items():
-            label = "trl 1.16, float32" if name == "trl" else f"rlpost, {name}"
+            label = LABELS[name].replace("\n", ", ")
             faster = spread(side["times_faster"]) if "times_faster" in side else ""
             idle = statistics.mean(side["idle_groups"])
             lines.append(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpost.cluster.local import MALLOC, available_cores
+from rlpost.cluster.local import available_cores
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +39,6 @@ def run(command: Sequence[str], **environment: str) -> Finished:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": str(available_cores()),
-        "GLIBC_TUNABLES": MALLOC,  # as the launcher sets it; without it trl is no quicker
         **environment,
     }
     process = subprocess.Popen(

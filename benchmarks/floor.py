@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.against_trl import BF16, ours, prompts
 from benchmarks.common import default_model, median_seconds, module, run
+from rlpost.cluster.local import MALLOC
 
 OPERANDS = 6  # sets of operands to go round: together they are larger than the cache
 
@@ -103,7 +104,9 @@ def measure() -> dict[str, Any]:
             prompt_tokens = round(sum(result["prompt_tokens"][2:]) / len(result["prompt_tokens"][2:]))
             arguments = (dtype, prompt_tokens + tokens, tokens, prompt_tokens)
             # A process of its own, with the same memory settings as a run's.
-            floor = json.loads(run(module("benchmarks.floor", *arguments)).output.splitlines()[-1])
+            floor = json.loads(
+                run(module("benchmarks.floor", *arguments), GLIBC_TUNABLES=MALLOC).output.splitlines()[-1]
+            )
             results[dtype] = {"run": result, "tokens": tokens, "prompt_tokens": prompt_tokens, "floor": floor}
     return results
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import default_model, make_policy, module, run, synthetic
+from rlpost.cluster.local import MALLOC
 
 LENGTHS = [32, 64, 128, 256, 512, 1024]
 GROUP_SIZES = [4, 8, 16, 32, 64]
@@ -74,9 +75,8 @@ def measure() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, values in curves.items():
         print(f"growth: {name}", flush=True)
-        results[name] = {
-            v: json.loads(run(module("benchmarks.growth", name, v)).output.splitlines()[-1]) for v in values
-        }
+        outputs = [run(module("benchmarks.growth", name, v), GLIBC_TUNABLES=MALLOC).output for v in values]
+        results[name] = {v: json.loads(o.splitlines()[-1]) for v, o in zip(values, outputs, strict=True)}
     return results
 
 

@@ -52,7 +52,7 @@ def _against_trl(results: dict[str, Any], _: dict[str, Any], out: Path) -> list[
                 axes.bar(place, height, bottom=bottom, color="#bbbbbb" if phase == "seconds" else color)
                 bottom += height
             axes.text(place, bottom, f"{statistics.median(side['seconds']):.1f} s", ha="center", va="bottom")
-        axes.set_xticks(range(len(sides)), ["trl 1.16\nfloat32", "rlpost\nfloat32", "rlpost\nbfloat16"])
+        axes.set_xticks(range(len(sides)), [against_trl.LABELS[name] for name in sides])
         axes.set_title(case)
         axes.margins(y=0.12)
     panels[0].set_ylabel("seconds a step")
@@ -67,7 +67,8 @@ def _against_trl(results: dict[str, Any], _: dict[str, Any], out: Path) -> list[
         "SmolLM2-135M-Instruct, 8 prompts x 8 samples, at most 32 new tokens, AdamW, two threads; GRPOTrainer with "
         "transformers generation (its vLLM support ends at 0.31, and its first weight sync fails on vLLM for CPUs). "
         "default: the default experiment as it starts, where most groups have no advantage and get no backward pass. "
-        "busy: nothing can be left out.",
+        "busy: nothing can be left out. trl is run as its users run it, and once more with the memory settings that rlpost "
+        "gives its own workers (huge pages).",
         "",
         *against_trl.table(results),
         "",

@@ -98,6 +98,7 @@ class Loop:
                 self._stop_if_asked()
         if s.eval_at_end and not evaluation:
             evaluation = self.evaluator()
+        self.checkpoints.finish()
         return evaluation
 
     def _one_step(self, step: int, progress: StepProgress) -> dict[str, float]:
@@ -234,6 +235,7 @@ class Loop:
     def _stop_if_asked(self) -> None:
         if distributed.any_rank(self.stop_requested()):
             self.save()
+            self.checkpoints.finish()
             raise Interrupted
 
     def save(self) -> None:

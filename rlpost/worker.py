@@ -100,6 +100,8 @@ def main(run_dir: str) -> int:
         return 1
     finally:
         if loop is not None:
+            if distributed.world_size() == 1:  # others may be gone, and the writers would wait for them
+                loop.checkpoints.finish()
             loop.engine.close()
         distributed.shutdown()
 

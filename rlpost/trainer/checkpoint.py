@@ -7,12 +7,14 @@ import json
 import logging
 import random
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -27,11 +29,16 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. `keep` newest ones are kept; None keeps all."""
+    """The checkpoints of one run directory. `keep` newest ones are kept; None keeps all.
+
+    They are written while training goes on, one at a time: a copy of everything is taken first.
+    """
 
     def __init__(self, directory: Path, keep: int | None = 2) -> None:
         self._directory = directory
         self._keep = keep
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint. One that was being written has another name, so it never counts."""
@@ -39,26 +46,48 @@ class Checkpoints:
         return complete[-1] if complete else None
 
     def save(self, policy: Policy, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint of `step`, by all ranks together; visible only once it is whole.
+        """Begin a checkpoint of `step`, by all ranks together; visible only once it is whole.
 
         Args: state: what else the next step needs, as JSON (the prompt stream, counters, the tracking id).
+
+        Raises: RuntimeError if the one before could not be written.
         """
+        self.finish()
         final = self._directory / f"step-{step:06d}"
         building = self._directory / f".writing-{step:06d}"
         if distributed.is_main():
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir(parents=True)
-        distributed.barrier()
-        dcp.save(_weights(policy), checkpoint_id=building / "weights")
-        torch.save(_rng_state(), building / f"rng-{distributed.rank()}.pt")
-        distributed.barrier()
-        if distributed.is_main():
             everything = {"step": step, "scheduler": policy.scheduler.state_dict(), **state}
             (building / "state.json").write_text(json.dumps(everything, default=_plain), encoding="utf-8")
+        distributed.barrier()
+        torch.save(_rng_state(), building / f"rng-{distributed.rank()}.pt")
+        distributed.barrier()
+        # The writers talk to each other from threads: in a group of their own, not between the trainer's messages.
+        writing = dcp.async_save(
+            _weights(policy), checkpoint_id=building / "weights", process_group=distributed.side_group()
+        )
+        self._writing = self._threads.submit(self._publish, writing, building, final)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises: RuntimeError that says what stopped it from being written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _publish(self, writing: Any, building: Path, final: Path) -> None:
+        try:
+            writing.result()  # on the main rank: everyone's part is written
+        except CheckpointException as error:  # not an Exception, and its text is all ranks' tracebacks
+            reason = next((wrapped[0] for wrapped in error.failures.values()), error)
+            raise RuntimeError(f"{final} could not be written: {reason}") from error
+        if distributed.is_main():
             shutil.rmtree(final, ignore_errors=True)
             building.rename(final)
             self._prune()
-        distributed.barrier()
 
     def peek(self, path: Path) -> dict[str, Any]:
         """The state given to `save`, with `step` and `scheduler`, without loading any weights."""

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ def init(timeout_s: float = 1800) -> None:
 
 
 def shutdown() -> None:
+    side_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -61,6 +63,12 @@ def is_main() -> bool:
 
 def data_mesh() -> DeviceMesh:
     return init_device_mesh(device().type, (world_size(),), mesh_dim_names=("dp",))
+
+
+@lru_cache(maxsize=1)
+def side_group() -> dist.ProcessGroup:
+    """A second gloo group of all ranks, for threads beside the trainer."""
+    return dist.new_group(backend="gloo")
 
 
 def barrier() -> None:

@@ -39,6 +39,7 @@ def test_a_restored_policy_goes_on_bit_for_bit(tiny_dir: Path, tmp_path: Path) -
     expected.pop("train/tokens_per_s")
     after = weights(policy), reference_weights(policy)
 
+    checkpoints.finish()  # what was saved is the state before that update, whenever it was written
     restored = with_reference(tiny_dir)
     state = checkpoints.load(checkpoints.latest(), restored)
     assert state == {"step": 1, "stream": {"position": 4}}
@@ -59,7 +60,9 @@ def test_a_reference_that_stays_is_not_saved(tiny_dir: Path, tmp_path: Path) -> 
     staying = make_policy(tiny_dir, reference=reference, objective=Objective(kl_coef=0.1))
     sizes = []
     for step, policy in enumerate((staying, with_reference(tiny_dir)), start=1):
-        Checkpoints(tmp_path).save(policy, step, {})
+        checkpoints = Checkpoints(tmp_path)
+        checkpoints.save(policy, step, {})
+        checkpoints.finish()
         sizes.append(sum(f.stat().st_size for f in (tmp_path / f"step-{step:06d}" / "weights").iterdir()))
     assert sizes[1] > 1.2 * sizes[0]
 
@@ -72,10 +75,13 @@ def test_old_ones_are_pruned_and_half_written_ones_do_not_count(tiny_dir: Path, 
     assert checkpoints.latest() is None
     for step in (1, 2, 10):
         checkpoints.save(policy, step, {})
+    checkpoints.finish()
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000010"]
     assert checkpoints.latest() == tmp_path / "step-000010"
     assert checkpoints.peek(checkpoints.latest())["step"] == 10
-    Checkpoints(tmp_path, keep=None).save(policy, 11, {})
+    keeping = Checkpoints(tmp_path, keep=None)
+    keeping.save(policy, 11, {})
+    keeping.finish()
     assert len(list(tmp_path.glob("step-*"))) == 3
 
 
@@ -84,4 +90,22 @@ def test_a_step_saved_again_replaces_itself(tiny_dir: Path, tmp_path: Path) -> N
     checkpoints = Checkpoints(tmp_path)
     for tokens in (1, 2):
         checkpoints.save(policy, 5, {"tokens": tokens})
+    checkpoints.finish()
     assert checkpoints.load(checkpoints.latest(), policy)["tokens"] == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_is_not_passed_over(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one, or the end of the run, raises what stopped it; nothing half-written has a checkpoint's name."""
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoints = Checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", full)
+        checkpoints.save(make_policy(tiny_dir), 1, {})
+        with pytest.raises(RuntimeError, match=r"step-000001 could not be written: .*No space left on device"):
+            checkpoints.finish()
+    assert checkpoints.latest() is None
