@@ -7,6 +7,7 @@ import json
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,13 @@ STEP_TOKENS = [2048, 4096, 8192, 16384, 32768]
 LAYERS = 3  # of the default model's 30: only the shape of the curves matters
 
 
-def model(vocabulary: int, layers: int = LAYERS) -> Path:
+def save_model(vocabulary: int, target: Path) -> None:
     """A model of the default one's width, with random weights."""
-    import tempfile
-
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = json.loads((default_model() / "config.json").read_text())
-    config |= {"vocab_size": vocabulary, "num_hidden_layers": layers}
-    target = Path(tempfile.mkdtemp())
+    config |= {"vocab_size": vocabulary, "num_hidden_layers": LAYERS}
     LlamaForCausalLM(LlamaConfig(**{k: v for k, v in config.items() if k != "architectures"})).save_pretrained(target)
-    return target
 
 
 def rollouts(name: str, value: int, vocabulary: int) -> list[Any]:
@@ -47,7 +44,9 @@ def rollouts(name: str, value: int, vocabulary: int) -> list[Any]:
 
 def point(name: str, value: int) -> dict[str, float]:
     vocabulary = value if name == "vocabulary" else 49152
-    policy = make_policy(model(vocabulary))
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(vocabulary, Path(directory))
+        policy = make_policy(Path(directory))
     made = rollouts(name, value, vocabulary)
     groups = sorted({r.prompt.group_id for r in made})
     seconds = []

@@ -101,7 +101,7 @@ def main(run_dir: str) -> int:
     finally:
         if loop is not None:
             if distributed.world_size() == 1:  # others may be gone, and the writers would wait for them
-                loop.checkpoints.finish()
+                _finish_writing(loop)
             loop.engine.close()
         distributed.shutdown()
 
@@ -323,6 +323,14 @@ def _finish(run: RunDir, loop: Loop, evaluation: dict[str, float], progress: Ste
     for name, value in shown.items():
         progress.say(f"  {name:<28} {value:.4g}" if isinstance(value, float) else f"  {name:<28} {value}")
     progress.say(f"  {'run directory':<28} {run.path}")
+
+
+def _finish_writing(loop: Loop) -> None:
+    """Let a checkpoint that is being written become whole, whatever ended the run."""
+    try:
+        loop.checkpoints.finish()
+    except RuntimeError as error:
+        log.error("%s", error)
 
 
 def _end(run: RunDir, tracker: Tracker | None, state: Any, mlflow_status: Any, **details: Any) -> None:

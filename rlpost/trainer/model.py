@@ -106,12 +106,11 @@ def load(directory: Path, layout: Layout = "shared_prefix", trust_remote_code: b
 def _why_not_packed(model: nn.Module) -> str | None:
     """Why the model cannot take the shared_prefix layout; None if it can."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds == {"full_attention"} and getattr(config, "layer_types", None) is None:
-        windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-        kinds = {"sliding_attention"} if windowed else kinds
-    if kinds != {"full_attention"}:
-        return f"it has layers of {', '.join(sorted(kinds - {'full_attention'}))}"
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
+        kinds = ["sliding_attention"]
+    if other := set(kinds or []) - {"full_attention"}:
+        return f"it has layers of {', '.join(sorted(other))}"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention cannot be replaced"
     # Two completions behind one prompt, against each alone: an architecture may ignore what it is handed.
