@@ -104,8 +104,8 @@ def default_model() -> Path:
     return build(OmegaConf.load(ROOT / "conf/model/smollm2-135m.yaml")).directory()
 
 
-def make_policy(directory: Path) -> Any:
-    """A Policy in float32 with the default objective, optimizer and micro-batches."""
+def make_policy(directory: Path, precision: str = "float32") -> Any:
+    """A Policy with the default objective, optimizer and micro-batches."""
     from rlpost.objective.logprobs import SamplingDistribution
     from rlpost.objective.objective import Objective
     from rlpost.trainer import distributed
@@ -113,7 +113,9 @@ def make_policy(directory: Path) -> Any:
     from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
 
     distributed.init()
-    scorer = trainer_model.shard(trainer_model.load(directory), SamplingDistribution(), distributed.data_mesh())
+    scorer = trainer_model.shard(
+        trainer_model.load(directory), SamplingDistribution(), distributed.data_mesh(), precision
+    )
     optimizer = make_optimizer(scorer, 1e-6, (0.9, 0.95), 1e-8, 0.0)
     settings = UpdateSettings(max_completion_tokens=2**15)
     return Policy(scorer, None, Objective(), optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)

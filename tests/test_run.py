@@ -48,6 +48,7 @@ def test_a_run_leaves_its_whole_record(finished: tuple[Path, str, str], work: Pa
     assert [row["step"] for row in steps] == [1, 2, 3]
     for row in steps:
         assert row.keys() - {"step", "time/evaluation"} >= METRICS
+        assert ("time/between_steps" in row) == (row["step"] > 1)
         assert row["rollout/logprob_diff_max"] < 1e-3
     assert steps[-1]["eval/addition/accuracy"] is not None
     assert steps[-1]["tokens/total"] == sum(
