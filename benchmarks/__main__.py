@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import against_trl, floor, growth, overhead, page
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, cpu
 from rlpost import provenance
 
 NAMES = ["against_trl", "floor", "growth", "overhead"]
@@ -40,6 +40,7 @@ def main() -> int:
             "machine": provenance.machine(),
             "versions": provenance.versions(),
             "commit": provenance.git_state(ROOT).get("git.commit", ""),
+            "cpu": cpu(),
             "threads": os.environ.get("OMP_NUM_THREADS", "all cores"),
         }
         file.write_text(json.dumps(results, indent=1) + "\n")  # what was measured stays, whatever comes next

@@ -95,6 +95,15 @@ def synthetic(num_groups: int, num_samples: int, prompt: int, completion: int, v
     return rollouts
 
 
+def cpu() -> str:
+    """Its name, and what it multiplies with."""
+    import torch
+
+    known = torch.cpu.get_capabilities()
+    shown = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16", "bf16") if known.get(name)]
+    return ", ".join([known.get("cpu_name", known["architecture"]), *shown])
+
+
 def default_model() -> Path:
     """The directory of the default experiment's model."""
     from omegaconf import OmegaConf

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.against_trl import BF16, ours, prompts
 from benchmarks.common import default_model, median_seconds, module, run
 from rlpost.cluster.local import MALLOC
+from rlpost.products import has_bfloat16
 
 OPERANDS = 6  # sets of operands to go round: together they are larger than the cache
 
@@ -96,12 +97,12 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         file = prompts("busy", scratch / "prompts.jsonl")
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ["float32"] + ["bfloat16"] * has_bfloat16():
             print(f"floor, {dtype}", flush=True)
             extra = [] if dtype == "float32" else BF16
             result = ours("busy", 6, file, scratch, *extra)
-            tokens = round(sum(result["lengths"][2:]) / len(result["lengths"][2:]) * 64)
-            prompt_tokens = round(sum(result["prompt_tokens"][2:]) / len(result["prompt_tokens"][2:]))
+            tokens = round(sum(result["lengths"]) / len(result["lengths"]) * 64)
+            prompt_tokens = round(sum(result["prompt_tokens"]) / len(result["prompt_tokens"]))
             arguments = (dtype, prompt_tokens + tokens, tokens, prompt_tokens)
             # A process of its own, with the same memory settings as a run's.
             floor = json.loads(

@@ -5,6 +5,7 @@ Imports no torch.
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ from rlpost.errors import UserError
 
 # Parameters of a target that the program fills in; a config cannot set them.
 ENGINE_PARAMETERS = frozenset({"directory", "end_token_ids", "max_model_len", "trust_remote_code"})
+
+
+@dataclass(frozen=True)
+class RewardNode:
+    """A reward function's node, and what stands in it beside the function's own settings."""
+
+    target: dict[str, Any]
+    weight: float = 1.0
+    runs_in: str = "processes"  # or "trainer": in the worker itself, once sampling is over
 
 
 def conf_dir() -> Path:
@@ -41,12 +51,18 @@ def build(node: DictConfig | Mapping[str, Any], **injected: Any) -> Any:
         raise
 
 
-def reward_nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """The reward group as name -> `_target_` node with a weight. A group that is one target itself gets a name."""
+def reward_nodes(cfg: DictConfig) -> dict[str, RewardNode]:
+    """The reward group by name. A group that is one target itself gets a name."""
     plain = OmegaConf.to_container(cfg.reward, resolve=True)
     if "_target_" in plain:
         plain = {str(plain["_target_"]).rsplit(".", 1)[-1].lower(): plain}
-    return {name: {"weight": 1.0, **node} for name, node in plain.items()}
+    own = {f.name for f in fields(RewardNode)} - {"target"}
+
+    def split(node: dict[str, Any]) -> RewardNode:
+        target = {key: value for key, value in node.items() if key not in own}
+        return RewardNode(target, **{key: value for key, value in node.items() if key in own})
+
+    return {name: split(node) for name, node in plain.items()}
 
 
 def target_nodes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
@@ -61,8 +77,7 @@ def target_nodes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any], frozens
             yield f"{group}.{name}", _plain_node(cfg, f"{group}.{name}"), frozenset()
     yield "rollout.engine", _plain_node(cfg, "rollout.engine"), ENGINE_PARAMETERS
     for name, node in reward_nodes(cfg).items():
-        node = {k: v for k, v in node.items() if k != "weight"}
-        yield f"reward.{name}" if "_target_" not in cfg.reward else "reward", node, frozenset()
+        yield f"reward.{name}" if "_target_" not in cfg.reward else "reward", node.target, frozenset()
 
 
 def _plain_node(cfg: DictConfig, key: str) -> dict[str, Any]:

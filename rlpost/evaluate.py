@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlpost.rewards.combine import RewardSum
+from rlpost.rewards.function import TrainingState
 from rlpost.rollout.engine import Engine, Sampling, sample_groups
 from rlpost.trainer import distributed
 from rlpost.types import Prompt, Rollout
@@ -53,8 +54,11 @@ class Evaluator:
         self._pass_at = list(pass_at)
         self._seed = seed
 
-    def __call__(self) -> dict[str, float]:
-        """Evaluate over all ranks. Returns: accuracy, pass_at_<k> and length_mean, the same on every rank."""
+    def __call__(self, state: TrainingState) -> dict[str, float]:
+        """Evaluate over all ranks.
+
+        Returns: accuracy, pass_at_<k> and length_mean, the same on every rank.
+        """
         rollouts = sample_groups(
             self._engine,
             distributed.share_of(self._prompts),
@@ -62,8 +66,9 @@ class Evaluator:
             self._sampling,
             self._seed,
             step=0,  # training steps count from 1: held-out samples share no seed with them
+            on_group=lambda group: self._reward.start(group, state),
         )
-        self._reward.score(rollouts)
+        self._reward.finish()
         groups = [rollouts[i : i + self._num_samples] for i in range(0, len(rollouts), self._num_samples)]
         num_correct = [sum(map(self._correct, group)) for group in groups]
         sums = {

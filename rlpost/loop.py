@@ -16,6 +16,7 @@ from rlpost.metrics import rollout_metrics
 from rlpost.objective.advantages import Advantage, Stateful, normalize_then_sum
 from rlpost.progress import StepProgress
 from rlpost.rewards.combine import RewardSum
+from rlpost.rewards.function import TrainingState
 from rlpost.rollout.engine import Engine, Sampling, sample_groups
 from rlpost.tracking import Tracker
 from rlpost.trainer import distributed
@@ -86,7 +87,7 @@ class Loop:
         evaluation: dict[str, float] = {}
         if s.eval_at_start and self.step == 0:
             progress.phase(0, "evaluation")
-            evaluation = self.evaluator()
+            evaluation = self.evaluator(self._state(0))
             if self.tracker:
                 self.tracker.log(0, evaluation, [])
         while self.step < s.steps:
@@ -97,7 +98,7 @@ class Loop:
             if not last:
                 self._stop_if_asked()
         if s.eval_at_end and not evaluation:
-            evaluation = self.evaluator()
+            evaluation = self.evaluator(self._state(self.step))
         self.checkpoints.finish()
         return evaluation
 
@@ -132,7 +133,7 @@ class Loop:
         if due:
             with _timed(seconds, "evaluation"):
                 progress.phase(step, "evaluation")
-                evaluation = self.evaluator()
+                evaluation = self.evaluator(self._state(step))
         everyones = [r for share in distributed.gather_to_main(sampled) for r in share]
         if self.tracker:
             metrics.update(rollout_metrics(everyones, self.correct))
@@ -166,10 +167,18 @@ class Loop:
             with _timed(seconds, "rollout"):
                 progress.phase(step, "rollout" if attempts == 1 else f"rollout, attempt {attempts}")
                 mine = distributed.share_of(prompts)
-                rollouts = sample_groups(self.engine, mine, s.samples_per_prompt, self.sampling, s.seed, step)
+                rollouts = sample_groups(
+                    self.engine,
+                    mine,
+                    s.samples_per_prompt,
+                    self.sampling,
+                    s.seed,
+                    step,
+                    on_group=lambda group: self.reward.start(group, self._state(step)),
+                )
             with _timed(seconds, "reward"):
                 progress.phase(step, "reward")
-                self.reward.score(rollouts)
+                self.reward.finish()
                 for process in self.reward_processing:
                     for rollout, value in zip(rollouts, process(rollouts), strict=True):
                         rollout.reward = value
@@ -231,6 +240,9 @@ class Loop:
         first = sum(len(share) for share in shares[: distributed.rank()])
         for rollout, value in zip(rollouts, advantages[first : first + len(mine)].tolist(), strict=True):
             rollout.advantage = value
+
+    def _state(self, step: int) -> TrainingState:
+        return TrainingState(step, self.settings.steps)
 
     def _stop_if_asked(self) -> None:
         if distributed.any_rank(self.stop_requested()):

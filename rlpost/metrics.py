@@ -18,6 +18,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], correct: Callable[[Rollout], bo
         len(set(rewards)) == 1 for rewards in _rewards_by_group(rollouts).values()
     )
 
+    metrics["reward/not_applicable"] = _mean(math.isnan(r.reward) for r in rollouts)
+    metrics["reward/errors"] = sum(len(r.reward_errors) for r in rollouts)
+
     lengths = [len(r.completion.token_ids) for r in rollouts]
     metrics.update(
         {

@@ -12,6 +12,12 @@ def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 itself; where it does not, float32 is several times as fast."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
 def times_transposed(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] @ b.T [K, N], through oneDNN where that applies: float32, on a CPU, nothing empty. No gradient."""
     if has_onednn() and a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and a.numel() and b.numel():

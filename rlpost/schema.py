@@ -105,6 +105,15 @@ class EvaluationConfig:
 
 
 @dataclass
+class ScoringConfig:
+    """Reward functions run beside the trainer, in processes that end what hangs or crashes (rlpost/rewards/processes.py)."""
+
+    processes: int = 1  # of each rank
+    timeout: float = 10.0  # seconds a completion may take
+    on_error: str = "fail"  # a function that fails on a completion: fail ends the run; zero, none go on
+
+
+@dataclass
 class CheckpointConfig:
     every: int = 10  # steps between checkpoints; 0: only at the end and on a signal
     keep: int | None = 2  # newest ones kept; null: all
@@ -148,6 +157,7 @@ class Config:
     cluster: Any = MISSING
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -70,6 +70,7 @@ def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
             "answer": r.prompt.example.answer,
             "reward": r.reward,
             **{f"reward/{name}": r.rewards.get(name) for name in functions},
+            "reward_errors": "; ".join(f"{name} {reason}" for name, reason in r.reward_errors.items()),
             "advantage": r.advantage,
             "kept": r.kept,
             "finish_reason": r.completion.finish_reason,

@@ -55,6 +55,7 @@ class Rollout:
     sample_index: int  # 0 .. samples per prompt - 1
     rewards: dict[str, float] = field(default_factory=dict)  # per function, NaN where it does not apply
     reward: float = float("nan")  # weighted sum over the functions that apply
+    reward_errors: dict[str, str] = field(default_factory=dict)  # functions that failed on it, and why
     advantage: float = 0.0
     kept: bool = True  # False: sampled and scored, but left out of training by a filter
 

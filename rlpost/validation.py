@@ -87,7 +87,7 @@ def _check_ranges(cfg: DictConfig) -> None:
             "rollout.max_tokens",
             "trainer.micro_batch_tokens",
         ),
-        *("evaluation.num_samples", "evaluation.max_prompts"),
+        *("evaluation.num_samples", "evaluation.max_prompts", "scoring.processes"),
     ]
     for key in at_least_one:
         _require(cfg, key, lambda v: v >= 1, "a whole number, at least 1")
@@ -106,6 +106,7 @@ def _check_ranges(cfg: DictConfig) -> None:
     _require(cfg, "optimizer.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
     for key in ("optimizer.max_grad_norm", "rollout.max_logprob_diff", "checkpoint.keep"):
         _require(cfg, key, lambda v: v is None or v > 0, "a number over 0, or null")
+    _require(cfg, "scoring.timeout", lambda v: v > 0 and math.isfinite(v), "a number of seconds over 0")
     choices = {
         "algorithm.multi_reward": ["sum_then_normalize", "normalize_then_sum"],
         "algorithm.kl.place": ["loss", "reward"],
@@ -115,6 +116,7 @@ def _check_ranges(cfg: DictConfig) -> None:
         "prompt.overlong": ["refuse", "filter", "truncate"],
         "optimizer.schedule": ["constant", "linear", "cosine"],
         "trainer.precision": ["float32", "bfloat16"],
+        "scoring.on_error": ["fail", "zero", "none"],
         "trainer.layout": ["shared_prefix", "padded"],
     }
     for key, valid in choices.items():
@@ -182,8 +184,10 @@ def _check_sizes(cfg: DictConfig) -> None:
     if wanted is not None and wanted not in names:
         raise UserError(f"evaluation.correct_function={wanted}: {_choice(wanted, names)}")
     for name, node in reward_nodes(cfg).items():
-        if not isinstance(node["weight"], int | float) or not math.isfinite(node["weight"]):
-            raise UserError(f"reward.{name}.weight={node['weight']}: expected a finite number")
+        if not isinstance(node.weight, int | float) or not math.isfinite(node.weight):
+            raise UserError(f"reward.{name}.weight={node.weight}: expected a finite number")
+        if node.runs_in not in (valid := ["processes", "trainer"]):
+            raise UserError(f"reward.{name}.runs_in={node.runs_in}: {_choice(node.runs_in, valid)}")
     _check_context(cfg)
 
 

@@ -31,8 +31,10 @@ from rlpost.loop import Interrupted, Loop, LoopSettings
 from rlpost.models import context_of, end_token_ids, load_tokenizer
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
+from rlpost.products import has_bfloat16
 from rlpost.progress import StepProgress
 from rlpost.rewards.combine import RewardSum
+from rlpost.rewards.processes import ScoringProcesses
 from rlpost.rollout.engine import Sampling
 from rlpost.rundir import RunDir
 from rlpost.tracking import MlflowSink, Tracker
@@ -103,6 +105,7 @@ def main(run_dir: str) -> int:
             if distributed.world_size() == 1:  # others may be gone, and the writers would wait for them
                 _finish_writing(loop)
             loop.engine.close()
+            loop.reward.close()
         distributed.shutdown()
 
 
@@ -114,6 +117,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     checkpoints = Checkpoints(run.path / "checkpoints", cfg.checkpoint.keep)
     latest = checkpoints.latest()
 
+    reward = _reward(cfg)
     source = build(cfg.model)
     directory = source.directory()
     tokenizer = load_tokenizer(directory, source.trust_remote_code)
@@ -128,9 +132,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     prompt_format = PromptFormat(**cfg.prompt)
     prompts = prompt_format.apply(data.train, tokenizer, "training")
     held_out = prompt_format.apply(data.held_out[: cfg.evaluation.max_prompts], tokenizer, "held-out")
-    nodes = reward_nodes(cfg)
-    weights = {name: node.pop("weight") for name, node in nodes.items()}
-    reward = RewardSum({name: build(node) for name, node in nodes.items()}, weights)
+    reward.wait_until_ready()
     objective = _objective(cfg)
     advantage = build(cfg.algorithm.advantage)
 
@@ -157,7 +159,9 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         max_model_len=max_model_len,
         trust_remote_code=source.trust_remote_code,
     )
-    correct = Correctness(cfg.evaluation.correct_function or next(iter(weights)), cfg.evaluation.correct_threshold)
+    correct = Correctness(
+        cfg.evaluation.correct_function or next(iter(reward_nodes(cfg))), cfg.evaluation.correct_threshold
+    )
     loop = Loop(
         stream=PromptStream(prompts, cfg.seed),
         engine=engine,
@@ -220,6 +224,18 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     return loop, progress
 
 
+def _reward(cfg: DictConfig) -> RewardSum:
+    nodes = reward_nodes(cfg)
+    beside = {name: node.target for name, node in nodes.items() if node.runs_in == "processes"}
+    processes = None
+    if beside:
+        command = [sys.executable, "-m", "rlpost.scorer"]
+        processes = ScoringProcesses(command, list(beside), beside, cfg.scoring.processes, cfg.scoring.timeout)
+    here = {name: build(node.target) for name, node in nodes.items() if name not in beside}
+    weights = {name: node.weight for name, node in nodes.items()}
+    return RewardSum(here, weights, processes, cfg.scoring.on_error)
+
+
 def _objective(cfg: DictConfig) -> Objective:
     return Objective(
         loss=build(cfg.algorithm.loss),
@@ -251,6 +267,8 @@ def _policy(
     a = cfg.algorithm
     scheduler = make_scheduler(optimizer, o.schedule, o.warmup_steps, cfg.steps * a.num_mini_batches * a.num_epochs)
     max_logprob_diff = cfg.rollout.max_logprob_diff
+    if cfg.trainer.precision == "bfloat16" and distributed.device().type == "cpu" and not has_bfloat16():
+        log.warning("this CPU has no bfloat16 instructions: trainer.precision=float32 is several times as fast on it")
     if not sampling.is_plain and max_logprob_diff is not None:
         log.warning(
             "top_p, top_k, min_p or a repetition penalty: the engine's log-probabilities are of a distribution whose "

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.config import build, check_task, conf_dir, resolve_paths, reward_nodes
+from rlpost.config import RewardNode, build, check_task, conf_dir, resolve_paths, reward_nodes
 from rlpost.errors import UserError
 from rlpost.sweep.arms import named_arms
 from rlpost.validation import validate
@@ -51,8 +51,7 @@ def test_every_choice_of_every_group_is_valid(choice: str) -> None:
     for key in ("reducer", "algorithm.loss", "algorithm.advantage", "model", "task", "cluster"):
         build(OmegaConf.select(cfg, key))
     for node in reward_nodes(cfg).values():
-        node.pop("weight")
-        build(node)
+        build(node.target)
 
 
 def test_all_groups_of_the_design_are_there() -> None:
@@ -89,19 +88,24 @@ def test_experiments_override_the_defaults() -> None:
 
 def test_rewards_of_several_options_are_joined() -> None:
     cfg = plain("reward=[number,format]", "reward.format.weight=0.2")
-    assert {name: node["weight"] for name, node in reward_nodes(cfg).items()} == {"number": 1.0, "format": 0.2}
+    assert {name: node.weight for name, node in reward_nodes(cfg).items()} == {"number": 1.0, "format": 0.2}
 
 
 def test_a_reward_group_that_is_one_target() -> None:
     cfg = plain("reward=number")
     cfg.reward = {"_target_": "rlpost.rewards.number.NumberReward"}
     validate(cfg)
-    assert reward_nodes(cfg) == {"numberreward": {"weight": 1.0, "_target_": "rlpost.rewards.number.NumberReward"}}
+    node = RewardNode({"_target_": "rlpost.rewards.number.NumberReward"}, weight=1.0, runs_in="processes")
+    assert reward_nodes(cfg) == {"numberreward": node}
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ("+reward.number.runs_in=trainr", "reward.number.runs_in=trainr: did you mean 'trainer'?"),
+        ("scoring.on_error=nil", "scoring.on_error=nil: expected one of fail, zero, none"),
+        ("scoring.timeout=0", "scoring.timeout=0.0: expected a number of seconds over 0"),
+        ("scoring.processes=0", "scoring.processes=0: expected a whole number, at least 1"),
         ("steps=0", "steps=0: expected a whole number, at least 1"),
         ("samples_per_prompt=1", "samples_per_prompt=1 gives every completion the advantage 0"),
         ("prompts_per_step=6 algorithm.num_mini_batches=4", "prompts_per_step=6 does not divide"),

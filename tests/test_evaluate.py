@@ -1,10 +1,12 @@
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 
 from rlpost.evaluate import Correctness, Evaluator, pass_at_k
 from rlpost.rewards.combine import RewardSum
+from rlpost.rewards.function import TrainingState
 from rlpost.rewards.number import NumberReward
 from rlpost.rollout.engine import Sampling
 from rlpost.types import Completion, Example, Prompt
@@ -40,11 +42,11 @@ class ScriptedEngine:
         self.scripts = scripts
         self.seeds: list[int] = []
 
-    def generate(self, prompts: list[Prompt], seeds: list[int], sampling: Sampling) -> list[Completion]:
+    def generate(self, prompts: list[Prompt], seeds: list[int], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         self.seeds = list(seeds)
         counters = {key: iter(lines) for key, lines in self.scripts.items()}
         texts = [next(counters[p.token_ids[0]]) for p in prompts]
-        return [Completion((1,) * len(t), (0.0,) * len(t), t, "stop") for t in texts]
+        yield from enumerate(Completion((1,) * len(t), (0.0,) * len(t), t, "stop") for t in texts)
 
 
 @pytest.mark.usefixtures("process_group")
@@ -56,7 +58,7 @@ def test_metrics_by_hand() -> None:
     evaluator = Evaluator(
         "sums", prompts, engine, reward, Correctness("number"), Sampling(max_tokens=8), 4, [1, 2], seed=3
     )
-    assert evaluator() == pytest.approx(
+    assert evaluator(TrainingState(0, 1)) == pytest.approx(
         {
             "eval/sums/accuracy": 2 / 8,
             "eval/sums/length_mean": 10 / 8,
@@ -65,6 +67,6 @@ def test_metrics_by_hand() -> None:
         }
     )
     first = engine.seeds
-    evaluator()
+    evaluator(TrainingState(0, 1))
     assert engine.seeds == first
     assert len(set(first)) == 8

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.usefixtures("process_group")
 class Scripted:
     """An engine whose completions are the prompt's script, and which knows no weights."""
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
         turn: dict[int, int] = {}
-        completions = []
-        for prompt in prompts:
+        for place, prompt in enumerate(prompts):
             i = turn[prompt.group_id] = turn.get(prompt.group_id, -1) + 1
             text = prompt.text[i % len(prompt.text)]
-            completions.append(Completion((1,) * (i + 1), (0.0,) * (i + 1), text, "stop"))
-        return completions
+            yield place, Completion((1,) * (i + 1), (0.0,) * (i + 1), text, "stop")
 
     def load_weights(self, named_weights: Iterable[Any]) -> None: ...
 

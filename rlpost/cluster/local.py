@@ -39,9 +39,13 @@ class Local:
         if self.num_processes > 1:
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_processes}"]
             worker = [*torchrun, *worker]
-        # A session of its own: a Ctrl-C at the terminal reaches the launcher alone, which passes it on once.
+        # A session of its own: a Ctrl-C at the terminal reaches the launcher alone, which passes it on once. Workers whose
+        # launcher is killed end gracefully: they write a checkpoint.
         process = subprocess.Popen(
-            [sys.executable, *worker], env=environment, start_new_session=True, preexec_fn=_die_with_parent
+            [sys.executable, *worker],
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )
         previous = {
             s: signal.signal(s, lambda number, _: process.send_signal(number)) for s in (signal.SIGINT, signal.SIGTERM)
@@ -59,8 +63,8 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _die_with_parent() -> None:
-    """On Linux, have the kernel end the workers (gracefully: they checkpoint) if the launcher is killed."""
+def end_with_parent(number: signal.Signals) -> None:
+    """On Linux, have the kernel send this process the signal if the process that started it is killed."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)

@@ -1,7 +1,7 @@
 """What a rollout engine is: token ids in, sampled token ids with their log-probabilities out."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,8 +37,10 @@ class Sampling:
 class Engine(Protocol):
     """Built from (directory, end_token_ids, max_model_len, trust_remote_code) and settings of its own."""
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """One completion for each prompt, in order; the same prompt may stand there many times.
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
+        """One completion for each prompt, as it gets done, with the prompt's index; a prompt may stand there many times.
 
         A completion depends on its prompt, its seed, the sampling and the weights, and on the other requests
         of the call only through rounding; never on earlier calls.
@@ -69,10 +71,27 @@ def sample_seed(run_seed: int, step: int, group_id: int, sample_index: int) -> i
 
 
 def sample_groups(
-    engine: Engine, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, run_seed: int, step: int
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    sampling: Sampling,
+    run_seed: int,
+    step: int,
+    on_group: Callable[[list[Rollout]], None] = lambda group: None,
 ) -> list[Rollout]:
-    """`num_samples` rollouts for each prompt, grouped, each under a seed of its own."""
+    """`num_samples` rollouts for each prompt, grouped, each under a seed of its own.
+
+    Args: on_group: is given each group as soon as it is whole, while the others are sampled.
+    """
     places = [(prompt, index) for prompt in prompts for index in range(num_samples)]
     seeds = [sample_seed(run_seed, step, prompt.group_id, index) for prompt, index in places]
-    completions = engine.generate([prompt for prompt, _ in places], seeds, sampling)
-    return [Rollout(prompt, completion, index) for (prompt, index), completion in zip(places, completions, strict=True)]
+    rollouts: dict[int, Rollout] = {}
+    missing = [num_samples] * len(prompts)
+    for place, completion in engine.generate([prompt for prompt, _ in places], seeds, sampling):
+        prompt, index = places[place]
+        rollouts[place] = Rollout(prompt, completion, index)
+        number = place // num_samples
+        missing[number] -= 1
+        if not missing[number]:
+            on_group([rollouts[i] for i in range(number * num_samples, (number + 1) * num_samples)])
+    return [rollouts[place] for place in range(len(places))]

@@ -1,6 +1,6 @@
 """transformers' generate as a rollout engine: slower, and with no build of vLLM to match."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -43,16 +43,16 @@ class TransformersEngine:
         self._max_model_len = max_model_len
         self._batch_size = batch_size
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
         check_fits(prompts, sampling, self._max_model_len)
         # Sorted so that a batch pads little; a stable order, so that a run repeats.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
-        completions: dict[int, Completion] = {}
         for start in range(0, len(order), self._batch_size):
             chosen = order[start : start + self._batch_size]
             batch = self._generate([prompts[i] for i in chosen], [seeds[i] for i in chosen], sampling)
-            completions.update(zip(chosen, batch, strict=True))
-        return [completions[i] for i in range(len(prompts))]
+            yield from zip(chosen, batch, strict=True)
 
     @torch.no_grad()
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +79,22 @@ class VLLMEngine:
             log.warning("vLLM changed the number of threads from %d to %d", threads, torch.get_num_threads())
         self._tokenizer = self._llm.get_tokenizer()
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
         if not prompts:
-            return []
+            return
         check_fits(prompts, sampling, self._max_model_len)
         # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
         self._llm.reset_prefix_cache()
         requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
         params = [self._params(sampling, seed) for seed in seeds]
-        outputs = self._llm.generate(requests, params, use_tqdm=False)
-        return [self._completion(output.outputs[0]) for output in outputs]
+        first, *_ = map(_number, self._llm.enqueue(requests, params, use_tqdm=False))
+        engine = self._llm.llm_engine
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    yield _number(output.request_id) - first, self._completion(output.outputs[0])
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
@@ -118,6 +124,11 @@ class VLLMEngine:
         logprobs = tuple(at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True))
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return Completion(token_ids, logprobs, text, "length" if output.finish_reason == "length" else "stop")
+
+
+def _number(request_id: str) -> int:
+    """vLLM counts its requests, and gives them ids of "number" or "number-suffix"."""
+    return int(request_id.partition("-")[0])
 
 
 def _refresh_head(model: nn.Module) -> None:

@@ -6,9 +6,11 @@ import pytest
 from rlpost.errors import UserError
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.format import FormatReward
+from rlpost.rewards.function import TrainingState
 from rlpost.rewards.math import MathReward
 from rlpost.rewards.number import NumberReward, last_number
 from rlpost.rewards.reasoning_gym import ReasoningGymReward
+from rlpost.types import Rollout
 from tests.conftest import make_rollout
 
 
@@ -76,10 +78,15 @@ def test_reasoning_gym_reward_scores_its_own_entries() -> None:
     assert reward(completions=["1"]) == [None]
 
 
+def score(reward: RewardSum, rollouts: list[Rollout]) -> None:
+    reward.start(rollouts, TrainingState(1, 4))
+    reward.finish()
+
+
 def test_the_weighted_sum_of_what_applies() -> None:
     rollouts = [make_rollout(text="7", answer="7"), make_rollout(text="x7", answer=None)]
     reward = RewardSum({"number": NumberReward(), "format": FormatReward(r"^\d")}, {"number": 1.0, "format": 0.2})
-    reward.score(rollouts)
+    score(reward, rollouts)
     assert rollouts[0].rewards == {"number": 1.0, "format": 1.0}
     assert rollouts[0].reward == pytest.approx(1.2)
     assert math.isnan(rollouts[1].rewards["number"])
@@ -88,7 +95,7 @@ def test_the_weighted_sum_of_what_applies() -> None:
 
 def test_where_nothing_applies_the_reward_is_nan() -> None:
     rollout = make_rollout(text="7", answer=None)
-    RewardSum({"number": NumberReward()}, {"number": 1.0}).score([rollout])
+    score(RewardSum({"number": NumberReward()}, {"number": 1.0}), [rollout])
     assert math.isnan(rollout.reward)
 
 
@@ -101,15 +108,16 @@ def test_functions_get_prompts_answers_prefixes_and_columns() -> None:
 
     first = make_rollout(text="b", answer="1", columns={"level": 3})
     object.__setattr__(first.prompt, "completion_prefix", "a")
-    RewardSum({"spy": spy}, {"spy": 1.0}).score([first, make_rollout(text="c")])
+    score(RewardSum({"spy": spy}, {"spy": 1.0}), [first, make_rollout(text="c")])
     assert seen == {
         "prompts": ["?", "?"],
         "completions": ["ab", "c"],
         "answers": ["1", None],
         "level": [3, None],
+        "messages": [[{"role": "user", "content": "?"}]] * 2,
+        "prompt_ids": [[5, 6, 7]] * 2,
+        "completion_ids": [[8, 9]] * 2,
+        "finish_reasons": ["stop", "stop"],
+        "step": 1,
+        "progress": 0.25,
     }
-
-
-def test_a_wrong_number_of_values_names_the_function() -> None:
-    with pytest.raises(ValueError, match=r"reward\.short gave 1 values for 2 completions"):
-        RewardSum({"short": lambda **_: [1.0]}, {"short": 1.0}).score([make_rollout(), make_rollout()])

@@ -1,7 +1,7 @@
 """Both engines, for real, on the tiny model: what they sample, what they say of it, and new weights."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlpost.data.tasks import user_message
 from rlpost.models import TinyLlama, end_token_ids, load_tokenizer
 from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
 from rlpost.rollout.engine import Engine, Sampling, sample_groups, sample_seed
-from rlpost.types import Completion, Example, Prompt
+from rlpost.types import Completion, Example, Prompt, Rollout
 
 ENGINES = ["vllm", "transformers"]
 
@@ -34,6 +34,13 @@ def engine(request: pytest.FixtureRequest, tiny_dir: Path, tiny_end_tokens: tupl
     engine = make_engine(request.param, tiny_dir, tiny_end_tokens)
     yield engine
     engine.close()
+
+
+def generate(engine: Engine, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+    """One completion for each prompt, in order."""
+    done = dict(engine.generate(prompts, seeds, sampling))
+    assert sorted(done) == list(range(len(prompts)))
+    return [done[place] for place in range(len(prompts))]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +70,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(
     engine: Engine, prompts: list[Prompt], reference: Any, temperature: float
 ) -> None:
     sampling = Sampling(max_tokens=12, temperature=temperature)
-    for prompt, completion in zip(prompts, engine.generate(prompts, [1, 2, 3, 4], sampling), strict=True):
+    for prompt, completion in zip(prompts, generate(engine, prompts, [1, 2, 3, 4], sampling), strict=True):
         expected = trainer_logprobs(reference, prompt, completion, temperature)
         torch.testing.assert_close(torch.tensor(completion.rollout_logprobs), expected, rtol=0, atol=1e-4)
 
@@ -76,7 +83,7 @@ def test_cut_logprobs_equal_the_trainers_on_the_same_support(
 ) -> None:
     distribution = SamplingDistribution(0.9, **cuts)
     sampling = Sampling(max_tokens=12, temperature=0.9, **cuts)
-    for prompt, completion in zip(prompts, engine.generate(prompts, [1, 2, 3, 4], sampling), strict=True):
+    for prompt, completion in zip(prompts, generate(engine, prompts, [1, 2, 3, 4], sampling), strict=True):
         ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
         with torch.no_grad():
             hidden = reference.model(ids).last_hidden_state[0, len(prompt.token_ids) - 1 : -1]
@@ -88,15 +95,15 @@ def test_cut_logprobs_equal_the_trainers_on_the_same_support(
 
 def test_a_seed_repeats_whatever_came_before(engine: Engine, prompts: list[Prompt]) -> None:
     sampling = Sampling(max_tokens=12)
-    first = engine.generate(prompts, [1, 2, 3, 4], sampling)
-    engine.generate(prompts[:2], [9, 9], Sampling(max_tokens=30, temperature=0.3))
-    assert engine.generate(prompts, [1, 2, 3, 4], sampling) == first
+    first = generate(engine, prompts, [1, 2, 3, 4], sampling)
+    generate(engine, prompts[:2], [9, 9], Sampling(max_tokens=30, temperature=0.3))
+    assert generate(engine, prompts, [1, 2, 3, 4], sampling) == first
     assert first[0].token_ids != first[3].token_ids  # the same prompt under another seed
-    assert engine.generate(prompts, [5, 2, 3, 4], sampling)[0] != first[0]
+    assert generate(engine, prompts, [5, 2, 3, 4], sampling)[0] != first[0]
 
 
 def test_end_tokens_end_and_are_kept(engine: Engine, prompts: list[Prompt], tiny_end_tokens: tuple[int, ...]) -> None:
-    completions = engine.generate(prompts * 30, range(120), Sampling(max_tokens=100))
+    completions = generate(engine, prompts * 30, range(120), Sampling(max_tokens=100))
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     for completion in completions:
         ends = [token in tiny_end_tokens for token in completion.token_ids]
@@ -110,7 +117,7 @@ def test_end_tokens_end_and_are_kept(engine: Engine, prompts: list[Prompt], tiny
 def test_stop_strings(engine: Engine, prompts: list[Prompt], tiny_tokenizer: Any) -> None:
     stops = tuple("abcdefghij")
     num_checked = 0
-    for completion in engine.generate(prompts * 8, range(32), Sampling(max_tokens=60, stop=stops)):
+    for completion in generate(engine, prompts * 8, range(32), Sampling(max_tokens=60, stop=stops)):
         text = tiny_tokenizer.decode(completion.token_ids)
         # A random model writes broken UTF-8, which the engines hold back while they wait for its end.
         if completion.finish_reason == "stop" and not text.endswith("<|im_end|>") and "\ufffd" not in text:
@@ -122,17 +129,17 @@ def test_stop_strings(engine: Engine, prompts: list[Prompt], tiny_tokenizer: Any
 
 
 def test_top_k_of_one_is_greedy(engine: Engine, prompts: list[Prompt]) -> None:
-    greedy = engine.generate(prompts, [0] * 4, Sampling(max_tokens=8, temperature=0))
+    greedy = generate(engine, prompts, [0] * 4, Sampling(max_tokens=8, temperature=0))
     assert greedy[0].token_ids == greedy[3].token_ids
     for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        cut = engine.generate(prompts, [7] * 4, Sampling(max_tokens=8, **settings))
+        cut = generate(engine, prompts, [7] * 4, Sampling(max_tokens=8, **settings))
         assert [c.token_ids for c in cut] == [c.token_ids for c in greedy], settings
         assert all(p == pytest.approx(0, abs=1e-5) for c in cut for p in c.rollout_logprobs)
 
 
 def test_a_repetition_penalty_changes_the_choice(engine: Engine, prompts: list[Prompt]) -> None:
-    plain = engine.generate(prompts, [0] * 4, Sampling(max_tokens=40, temperature=0))
-    penalised = engine.generate(prompts, [0] * 4, Sampling(max_tokens=40, temperature=0, repetition_penalty=5.0))
+    plain = generate(engine, prompts, [0] * 4, Sampling(max_tokens=40, temperature=0))
+    penalised = generate(engine, prompts, [0] * 4, Sampling(max_tokens=40, temperature=0, repetition_penalty=5.0))
     assert [c.token_ids for c in plain] != [c.token_ids for c in penalised]
 
 
@@ -142,7 +149,7 @@ def test_new_weights_reach_every_parameter_tied_ones_too(engine: Engine, prompts
             for parameter in reference.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
         restore(engine, reference)
-        completions = engine.generate(prompts, [1, 2, 3, 4], Sampling(max_tokens=12))
+        completions = generate(engine, prompts, [1, 2, 3, 4], Sampling(max_tokens=12))
         for prompt, completion in zip(prompts, completions, strict=True):
             expected = trainer_logprobs(reference, prompt, completion, 1.0)
             torch.testing.assert_close(torch.tensor(completion.rollout_logprobs), expected, rtol=0, atol=1e-4)
@@ -170,7 +177,7 @@ def test_both_engines_answer_greedily_alike_before_and_after_updates(
     seen = set()
     try:
         for _ in range(4):
-            first, second = (engine.generate(prompts, [0] * 4, sampling) for engine in engines)
+            first, second = (generate(engine, prompts, [0] * 4, sampling) for engine in engines)
             assert [c.token_ids for c in first] == [c.token_ids for c in second]
             assert [c.finish_reason for c in first] == [c.finish_reason for c in second]
             seen.add(first[1].token_ids)
@@ -187,11 +194,24 @@ def test_both_engines_answer_greedily_alike_before_and_after_updates(
 
 def test_a_request_over_the_context_is_refused(engine: Engine, prompts: list[Prompt]) -> None:
     with pytest.raises(ValueError, match="over max_model_len=256"):
-        engine.generate([prompts[2]], [0], Sampling(max_tokens=250))
+        generate(engine, [prompts[2]], [0], Sampling(max_tokens=250))
+
+
+def test_completions_come_while_others_are_sampled(engine: Engine, prompts: list[Prompt], reference: Any) -> None:
+    before = dict(engine.generate(prompts * 30, range(120), Sampling(max_tokens=100)))
+    coming = engine.generate(prompts * 30, range(120), Sampling(max_tokens=100))
+    next(coming)
+    with torch.no_grad():  # what is sampled after the first was handed over has other weights
+        changed = [(n, p + 0.05 * torch.randn_like(p)) for n, p in reference.named_parameters()]
+    engine.load_weights(changed)
+    after = dict(coming)
+    restore(engine, reference)
+    assert len(after) == 119
+    assert any(after[place] != before[place] for place in after)
 
 
 def test_an_empty_call(engine: Engine) -> None:
-    assert engine.generate([], [], Sampling(max_tokens=4)) == []
+    assert generate(engine, [], [], Sampling(max_tokens=4)) == []
 
 
 def test_sample_seeds_are_places() -> None:
@@ -201,12 +221,17 @@ def test_sample_seeds_are_places() -> None:
     assert sample_seed(0, 1, 2, 3) == sample_seed(0, 1, 2, 3)
 
 
-def test_groups_come_in_order() -> None:
+def test_groups_are_handed_on_when_whole_and_come_back_in_order() -> None:
     class Echo:
-        def generate(self, prompts: list[Prompt], seeds: list[int], sampling: Sampling) -> list[Completion]:
-            return [Completion((s % 100,), (math.log(0.5),), "", "stop") for s in seeds]
+        def generate(
+            self, prompts: list[Prompt], seeds: list[int], sampling: Sampling
+        ) -> Iterator[tuple[int, Completion]]:
+            for place in (5, 0, 2, 4, 3, 1):
+                yield place, Completion((seeds[place] % 100,), (math.log(0.5),), "", "stop")
 
     drawn = [Prompt(Example((), None), (1,), "", group_id=g) for g in (4, 5)]
-    rollouts = sample_groups(Echo(), drawn, 3, Sampling(max_tokens=1), run_seed=0, step=2)
+    whole: list[list[Rollout]] = []
+    rollouts = sample_groups(Echo(), drawn, 3, Sampling(max_tokens=1), run_seed=0, step=2, on_group=whole.append)
     assert [(r.prompt.group_id, r.sample_index) for r in rollouts] == [(g, i) for g in (4, 5) for i in range(3)]
     assert rollouts[4].completion.token_ids == (sample_seed(0, 2, 5, 1) % 100,)
+    assert whole == [rollouts[3:], rollouts[:3]]

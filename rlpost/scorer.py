@@ -1,0 +1,57 @@
+"""What a scoring process runs: reward functions made from their configuration, and called until the run is over."""
+
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlpost.cluster.local import end_with_parent
+from rlpost.config import build
+from rlpost.errors import UserError
+from rlpost.rewards.function import CallError, WrongLengthError, call
+
+logging.basicConfig(level=logging.WARNING, format="rlpost: scoring: %(message)s")
+
+
+def main(descriptor: str) -> None:
+    """The other side of `rlpost.rewards.processes`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's to handle: it ends this process when it ends
+    end_with_parent(signal.SIGKILL)
+    os.nice(5)  # sampling goes first
+    with (
+        suppress(EOFError, ConnectionError),
+        Connection(int(descriptor)) as connection,
+    ):  # these end it: the run is over
+        _serve(connection)
+
+
+def _serve(connection: Connection) -> None:
+    nodes: dict[str, dict[str, Any]] = connection.recv()
+    try:
+        functions = {name: build(node) for name, node in nodes.items()}
+    except UserError as error:
+        connection.send(str(error))
+        return
+    except Exception as error:
+        connection.send(f"reward: {type(error).__name__}: {error}")
+        return
+    connection.send(None)
+    while True:
+        name, arguments = connection.recv()
+        connection.send(_answer(functions[name], arguments))
+
+
+def _answer(function: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
+    try:
+        return "values", call(function, arguments)
+    except CallError as error:
+        return "error", str(error)
+    except WrongLengthError as error:
+        return "length", str(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
