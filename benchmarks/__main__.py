@@ -14,7 +14,7 @@ from benchmarks import against_trl, floor, growth, overhead, page
 from benchmarks.common import ROOT, cpu
 from rlpost import provenance
 
-NAMES = ["against_trl", "floor", "growth", "overhead"]
+NAMES = ["against_trl", "floor", "memory", "growth", "overhead"]
 
 
 def main() -> int:
@@ -29,6 +29,7 @@ def main() -> int:
     measures = {
         "against_trl": lambda: against_trl.measure(arguments.repeats),
         "floor": floor.measure,
+        "memory": growth.measure_memory,
         "growth": growth.measure,
         "overhead": overhead.measure,
     }

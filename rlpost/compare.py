@@ -59,7 +59,11 @@ def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
             Example((), row["answer"]), tuple(row["prompt_token_ids"]), row["prompt"], group_id=row["group_id"]
         )
         completion = Completion(
-            tuple(row["token_ids"]), tuple(row["rollout_logprobs"]), row["completion"], row["finish_reason"]
+            tuple(row["token_ids"]),
+            tuple(row["rollout_logprobs"]),
+            row["completion"],
+            row["finish_reason"],
+            tuple(row["sampled"]) if row.get("sampled") else None,
         )
         rewards = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
         rollout = Rollout(prompt, completion, row["sample_index"], rewards, row["reward"], kept=row["kept"])

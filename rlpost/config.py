@@ -24,6 +24,7 @@ class RewardNode:
 
     target: dict[str, Any]
     weight: float = 1.0
+    tasks: list[str] | None = None  # those of a mixture it applies to; None: all
     runs_in: str = "processes"  # or "trainer": in the worker itself, once sampling is over
 
 
@@ -72,12 +73,39 @@ def target_nodes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any], frozens
         yield key, _plain_node(cfg, key), frozenset()
     if cfg.algorithm.filter is not None:
         yield "algorithm.filter", _plain_node(cfg, "algorithm.filter"), frozenset()
+    if cfg.environment is not None:
+        yield "environment", _plain_node(cfg, "environment"), frozenset()
     for group in ("algorithm.corrections", "algorithm.reward_processing"):
         for name in OmegaConf.select(cfg, group):
             yield f"{group}.{name}", _plain_node(cfg, f"{group}.{name}"), frozenset()
     yield "rollout.engine", _plain_node(cfg, "rollout.engine"), ENGINE_PARAMETERS
     for name, node in reward_nodes(cfg).items():
         yield f"reward.{name}" if "_target_" not in cfg.reward else "reward", node.target, frozenset()
+
+
+def nested_nodes(node: Mapping[str, Any], key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A node and every `_target_` node inside it, each with its key."""
+    yield key, node
+
+    def inside(value: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        if isinstance(value, Mapping):
+            if "_target_" in value:
+                yield from nested_nodes(value, place)
+            else:
+                for name, inner in value.items():
+                    yield from inside(inner, f"{place}.{name}")
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                yield from inside(inner, f"{place}.{index}")
+
+    for name, value in node.items():
+        yield from inside(value, f"{key}.{name}")
+
+
+def task_names(cfg: DictConfig) -> list[str]:
+    """The task's name, or those of a mixture's tasks."""
+    tasks = cfg.task.get("tasks")
+    return list(tasks) if tasks else [build(cfg.task).name]
 
 
 def _plain_node(cfg: DictConfig, key: str) -> dict[str, Any]:
@@ -90,6 +118,10 @@ def _plain_node(cfg: DictConfig, key: str) -> dict[str, Any]:
 def check_task(cfg: DictConfig) -> None:
     """Load the task, so that a wrong file, field or split is answered before anything heavy starts."""
     data = build(cfg.task).load()
+    if cfg.stream.curriculum is not None:
+        from rlpost.data.stream import rising
+
+        rising(data.train, cfg.stream.curriculum)
     if not data.train:
         raise UserError("task: no prompt is left to train on; hold out fewer, or give held-out rows that differ")
 

@@ -1,6 +1,7 @@
 """Held-out evaluation: accuracy and pass@k, greedy or sampled."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,11 +31,13 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 class Evaluator:
-    """Generates for the held-out prompts and reports `eval/<task>/...`; the same prompts and seeds each time."""
+    """Generates for the held-out prompts and reports `eval/<task>/...` for each of their tasks.
+
+    The same prompts and seeds each time.
+    """
 
     def __init__(
         self,
-        task: str,
         prompts: Sequence[Prompt],
         engine: Engine,
         reward: RewardSum,
@@ -44,7 +47,6 @@ class Evaluator:
         pass_at: Sequence[int],
         seed: int,
     ) -> None:
-        self._prefix = f"eval/{task}"
         self._prompts = [replace(prompt, group_id=index) for index, prompt in enumerate(prompts)]
         self._engine = engine
         self._reward = reward
@@ -70,13 +72,21 @@ class Evaluator:
         )
         self._reward.finish()
         groups = [rollouts[i : i + self._num_samples] for i in range(0, len(rollouts), self._num_samples)]
-        num_correct = [sum(map(self._correct, group)) for group in groups]
-        sums = {
-            "accuracy": sum(num_correct) / self._num_samples,
-            "length_mean": sum(len(r.completion.token_ids) for r in rollouts) / self._num_samples,
-            **{f"pass_at_{k}": sum(pass_at_k(self._num_samples, c, k) for c in num_correct) for k in self._pass_at},
-        }
+        sums: dict[str, float] = {}
+        for name in sorted({prompt.example.task for prompt in self._prompts}):
+            own = [group for group in groups if group[0].prompt.example.task == name]
+            num_correct = [sum(map(self._correct, group)) for group in own]
+            tokens = sum(len(r.completion.token_ids) for group in own for r in group)
+            sums |= {
+                f"eval/{name}/accuracy": sum(num_correct) / self._num_samples,
+                f"eval/{name}/length_mean": tokens / self._num_samples,
+                **{
+                    f"eval/{name}/pass_at_{k}": sum(pass_at_k(self._num_samples, c, k) for c in num_correct)
+                    for k in self._pass_at
+                },
+            }
+        counts = Counter(prompt.example.task for prompt in self._prompts)
         return {
-            f"{self._prefix}/{name}": value / len(self._prompts)
+            name: value / counts[name.removeprefix("eval/").rpartition("/")[0]]
             for name, value in distributed.sum_over_ranks(sums).items()
         }

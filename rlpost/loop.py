@@ -118,7 +118,8 @@ class Loop:
             self._set_advantages(rollouts)
         with _timed(seconds, "update"):
             progress.phase(step, "update")
-            metrics = self.policy.update(distributed.balanced(rollouts), group_ids, step)
+            trained = distributed.balanced(rollouts)
+            metrics = self.policy.update(trained, group_ids, step)
         with _timed(seconds, "sync"):
             progress.phase(step, "weight sync")
             self.engine.load_weights(self.policy.named_weights())
@@ -135,7 +136,12 @@ class Loop:
                 progress.phase(step, "evaluation")
                 evaluation = self.evaluator(self._state(step))
         everyones = [r for share in distributed.gather_to_main(sampled) for r in share]
+        # They may have been trained on elsewhere than they were sampled.
+        known = distributed.gather_to_main({(r.prompt.group_id, r.sample_index): r.trainer_logprobs for r in trained})
         if self.tracker:
+            logprobs = {place: values for share in known for place, values in share.items()}
+            for r in everyones:
+                r.trainer_logprobs = logprobs.get((r.prompt.group_id, r.sample_index), ())
             metrics.update(rollout_metrics(everyones, self.correct))
             metrics.update(sampling_metrics)
             metrics.update(evaluation)

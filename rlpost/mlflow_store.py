@@ -16,6 +16,8 @@ def open_client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # a new store's migrations are no news
+    # A trace must be there before its assessments; the sink's own thread keeps the run from waiting.
+    os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
     import mlflow
 
     if uri.startswith("sqlite:///"):

@@ -49,6 +49,11 @@ class PromptConfig:
 
 
 @dataclass
+class StreamConfig:
+    curriculum: str | None = None  # a column of the task: the first pass takes prompts as it rises
+
+
+@dataclass
 class RolloutConfig:
     engine: Any = MISSING
     max_tokens: int = 256
@@ -58,6 +63,13 @@ class RolloutConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: list[str] = field(default_factory=list)
+    bad_words: list[str] = field(default_factory=list)  # texts that are never written
+    logit_bias: dict[int, float] = field(default_factory=dict)  # by token id
+    regex: str | None = None  # what completions must match; or
+    json_schema: str | None = None  # be valid under, as JSON text; or
+    choice: list[str] = field(default_factory=list)  # be one of
+    per_prompt: str | None = None  # a column of the task with a prompt's own settings of these, and max_tokens
+    max_turns: int = 8  # of an episode, with an environment
     max_logprob_diff: float | None = None  # engine against trainer; null never stops the run
 
 
@@ -86,6 +98,7 @@ class TrackingConfig:
     artifacts: str | None = None  # where an embedded store keeps artifacts
     experiment: str = MISSING
     completions_every: int = 10  # steps between tables of completions in MLflow; 0: none
+    traces: int = 4  # rollouts of such a step that are shown as traces, their rewards as assessments
     run_name: str | None = None  # null: the run directory's name
     parent_run_id: str | None = None  # the MLflow run this one is shown under
     tags: dict[str, str] = field(default_factory=dict)
@@ -151,6 +164,8 @@ class Config:
     model: Any = MISSING
     task: Any = MISSING
     prompt: PromptConfig = field(default_factory=PromptConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    environment: Any = None  # who answers between turns; null: a completion is one turn
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

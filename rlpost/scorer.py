@@ -1,9 +1,11 @@
 """What a scoring process runs: reward functions made from their configuration, and called until the run is over."""
 
+import asyncio
 import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,16 +41,20 @@ def _serve(connection: Connection) -> None:
         connection.send(f"reward: {type(error).__name__}: {error}")
         return
     connection.send(None)
-    while True:
-        name, arguments = connection.recv()
-        connection.send(_answer(functions[name], arguments))
+    with asyncio.Runner() as runner:  # one loop for all calls: a function's locks and connections belong to a loop
+        while True:
+            name, arguments = connection.recv()
+            connection.send(_answer(functions[name], arguments, runner))
 
 
-def _answer(function: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
+def _answer(function: Any, arguments: dict[str, Any], runner: asyncio.Runner) -> tuple[str, Any]:
+    async def wait(coming: Awaitable[Any]) -> Any:
+        return await coming
+
     try:
-        return "values", call(function, arguments)
+        return "values", call(function, arguments, lambda coming: runner.run(wait(coming)))
     except CallError as error:
-        return "error", str(error)
+        return "error", (str(error), error.details)
     except WrongLengthError as error:
         return "length", str(error)
 

@@ -75,9 +75,13 @@ def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
             "kept": r.kept,
             "finish_reason": r.completion.finish_reason,
             "num_tokens": len(r.completion.token_ids),
+            "sampled": None if r.completion.sampled is None else list(r.completion.sampled),
+            "episode": [f"{m['role']}: {m['content']}" for m in r.completion.messages],
+            "environment_reward": r.completion.environment_reward,
             "prompt_token_ids": list(r.prompt.token_ids),
             "token_ids": list(r.completion.token_ids),
             "rollout_logprobs": list(r.completion.rollout_logprobs),
+            "trainer_logprobs": list(r.trainer_logprobs),
         }
         for r in rollouts
     ]
@@ -90,12 +94,13 @@ class Tracker:
     Only the main rank has one.
     """
 
-    def __init__(self, run_dir: Path, sink: "MlflowSink | None", completions_every: int = 10) -> None:
+    def __init__(self, run_dir: Path, sink: "MlflowSink | None", completions_every: int = 10, traces: int = 0) -> None:
         self._metrics = MetricsFile(run_dir / "metrics.jsonl")
         self._completions = run_dir / "completions"
         self._completions.mkdir(exist_ok=True)
         self._sink = sink
         self._completions_every = completions_every
+        self._traces = traces
         self._named: set[str] = set()  # metrics already reported as not finite
 
     @property
@@ -126,7 +131,10 @@ class Tracker:
         pq.write_table(table, building)
         building.replace(self._completions / f"step-{step:06d}.parquet")
         if self._sink and self._completions_every and (step == 1 or step % self._completions_every == 0):
-            hidden = ["prompt_token_ids", "token_ids", "rollout_logprobs"]
+            rows = table.to_pylist()
+            if self._traces:
+                self._sink.traces(step, rows[:: max(1, len(rows) // self._traces)][: self._traces])
+            hidden = ["prompt_token_ids", "token_ids", "rollout_logprobs", "trainer_logprobs", "sampled"]
             self._sink.table(step, table.drop_columns(hidden).to_pylist())
 
     def summary(self) -> list[dict[str, Any]]:
@@ -175,6 +183,7 @@ class MlflowSink:
         self._artifacts = artifacts
         self._patience_s = patience_s
         self._client: Any = None
+        self._experiment_id = ""
         self._sent_steps: set[int] = set()
         self._queue: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue()
         self._deadline = math.inf
@@ -195,6 +204,12 @@ class MlflowSink:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         name = f"completions/step-{step:06d}.json"
         self._put(name, lambda: self._client.log_table(self.run_id, columns, name))
+
+    def traces(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rollouts as traces of the run: prompt and completion, and each reward as an assessment."""
+        for row in rows:
+            name = f"the trace of step {step}, group {row['group_id']}, sample {row['sample_index']}"
+            self._put(name, lambda row=row: self._send_trace(row))
 
     def file(self, path: Path) -> None:
         self._put(path.name, lambda: self._client.log_artifact(self.run_id, str(path)))
@@ -237,20 +252,46 @@ class MlflowSink:
     def _open(self) -> None:
         """Find or make the experiment and the run."""
         self._client = open_client(self._uri)
+        import mlflow
         from mlflow.entities import Param, RunTag
+
+        mlflow.set_tracking_uri(self._uri)  # traces and their assessments know no other way
 
         if self.run_id is not None:
             self._client.update_run(self.run_id, status="RUNNING")
+            self._experiment_id = self._client.get_run(self.run_id).info.experiment_id
             history = self._client.get_metric_history(self.run_id, "tokens/total")
             self._sent_steps = {metric.step for metric in history}
         else:
-            experiment = experiment_id(self._client, self._experiment, self._artifacts)
-            self.run_id = self._client.create_run(experiment, run_name=self._run_name).info.run_id
+            self._experiment_id = experiment_id(self._client, self._experiment, self._artifacts)
+            self.run_id = self._client.create_run(self._experiment_id, run_name=self._run_name).info.run_id
             params = [Param(key, str(value)[:6000]) for key, value in self._params.items()]
             for start in range(0, len(params), 100):  # the server's limit a call
                 self._client.log_batch(self.run_id, params=params[start : start + 100])
         self._client.log_batch(self.run_id, tags=[RunTag(k, v) for k, v in self._tags.items()])
         self._connected.set()
+
+    def _send_trace(self, row: Mapping[str, Any]) -> None:
+        import mlflow
+        from mlflow.entities import AssessmentSource
+
+        shown = ("step", "group_id", "sample_index", "advantage", "num_tokens", "finish_reason", "kept")
+        span = self._client.start_trace(
+            "rollout",
+            inputs={"prompt": row["prompt"]},
+            attributes={name: row[name] for name in shown},
+            tags={"step": str(row["step"]), "group_id": str(row["group_id"])},
+            experiment_id=self._experiment_id,
+            run_id=self.run_id,
+        )
+        self._client.end_trace(span.trace_id, outputs={"completion": row["completion"]})
+        if row["answer"] is not None:
+            mlflow.log_expectation(trace_id=span.trace_id, name="answer", value=row["answer"])
+        rewards = {name: value for name, value in row.items() if name == "reward" or name.startswith("reward/")}
+        for name, value in rewards.items():
+            if value is not None and math.isfinite(value):
+                source = AssessmentSource("CODE", name.replace("/", "."))
+                mlflow.log_feedback(trace_id=span.trace_id, name=name, value=value, source=source)
 
     def _send_metrics(self, step: int, metrics: Metrics) -> None:
         from mlflow.entities import Metric

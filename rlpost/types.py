@@ -23,6 +23,7 @@ class Example:
     messages: tuple[Mapping[str, str], ...]  # chat messages: {"role": ..., "content": ...}
     answer: str | None  # the gold answer, None where the task has none
     columns: Mapping[str, Any] = field(default_factory=dict)  # everything else rewards may want
+    task: str = ""  # the task it is from, as in eval/<task>/accuracy
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # what the engine continues and the trainer conditions on
     text: str  # the same, as text
     completion_prefix: str = ""  # the end of `text` that belongs to the answer (and is not trained on)
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # settings of its own, in place of the run's
     group_id: int = -1  # given when the prompt is drawn; unique in the run, never derived from the text
 
 
@@ -42,8 +44,11 @@ class Completion:
 
     token_ids: tuple[int, ...]  # at least one; the end token included when one was sampled
     rollout_logprobs: tuple[float, ...]  # of each token, under the distribution it was sampled from
-    text: str
+    text: str  # of the last turn, where there are several
     finish_reason: FinishReason  # "stop": an end token or stop string; "length": cut by the limit
+    sampled: tuple[bool, ...] | None = None  # which tokens the model sampled, replies between turns not; None: all
+    messages: tuple[Mapping[str, str], ...] = ()  # of an episode: the model's turns and the replies to them
+    environment_reward: float | None = None
 
 
 @dataclass
@@ -57,6 +62,9 @@ class Rollout:
     reward: float = float("nan")  # weighted sum over the functions that apply
     reward_errors: dict[str, str] = field(default_factory=dict)  # functions that failed on it, and why
     advantage: float = 0.0
+    trainer_logprobs: tuple[
+        float, ...
+    ] = ()  # of each token, by the trainer before the update; empty if it was left out
     kept: bool = True  # False: sampled and scored, but left out of training by a filter
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.config import build, reward_nodes, target_nodes
+from rlpost.config import build, nested_nodes, reward_nodes, target_nodes, task_names
 from rlpost.errors import UserError
 from rlpost.plugins import split_path
 from rlpost.schema import Config
@@ -25,8 +25,9 @@ def validate(cfg: DictConfig) -> None:
     _check_missing(cfg)
     _check_known_keys(cfg, Config, "")
     for key, node, injected in target_nodes(cfg):
-        _check_allowed(node, key, cfg)
-        check_target(node, key, injected)
+        for place, inner in nested_nodes(node, key):  # what stands inside is made too
+            _check_allowed(inner, place, cfg)
+            check_target(inner, place, injected if inner is node else frozenset())
     if str(cfg.reducer._target_).endswith(".FunctionReducer"):
         _check_reducer_function(cfg)
     _check_ranges(cfg)
@@ -85,6 +86,7 @@ def _check_ranges(cfg: DictConfig) -> None:
             "algorithm.max_attempts",
             "prompt.max_tokens",
             "rollout.max_tokens",
+            "rollout.max_turns",
             "trainer.micro_batch_tokens",
         ),
         *("evaluation.num_samples", "evaluation.max_prompts", "scoring.processes"),
@@ -95,6 +97,7 @@ def _check_ranges(cfg: DictConfig) -> None:
         *("algorithm.kl.coef", "algorithm.entropy_coef", "rollout.temperature", "rollout.top_k", "optimizer.lr"),
         *("optimizer.eps", "optimizer.weight_decay", "optimizer.warmup_steps", "evaluation.every", "seed"),
         *("evaluation.temperature", "checkpoint.every", "tracking.completions_every"),
+        "tracking.traces",
         "algorithm.kl.reference_every",
     ]
     for key in not_negative:
@@ -149,6 +152,13 @@ def _check_sizes(cfg: DictConfig) -> None:
             f"prompts_per_step={cfg.prompts_per_step} does not divide over cluster.num_processes={num_processes} x "
             f"algorithm.num_mini_batches={cfg.algorithm.num_mini_batches}; use a multiple of {share}"
         )
+    guides = [name for name in ("regex", "json_schema", "choice") if cfg.rollout[name]]
+    if len(guides) > 1:
+        raise UserError(
+            f"rollout.{guides[0]} and rollout.{guides[1]} are two ways to guide a completion: set one of them"
+        )
+    if guides and str(cfg.rollout.engine.get("_target_", "")).endswith(".TransformersEngine"):
+        raise UserError(f"rollout.{guides[0]}: the transformers engine does not guide completions; use rollout=vllm")
     if cfg.algorithm.max_attempts > 1 and cfg.algorithm.filter is None:
         raise UserError(
             f"algorithm.max_attempts={cfg.algorithm.max_attempts} has nothing to refill: set "
@@ -186,6 +196,10 @@ def _check_sizes(cfg: DictConfig) -> None:
     for name, node in reward_nodes(cfg).items():
         if not isinstance(node.weight, int | float) or not math.isfinite(node.weight):
             raise UserError(f"reward.{name}.weight={node.weight}: expected a finite number")
+        if node.tasks is not None and not (isinstance(node.tasks, list) and node.tasks):
+            raise UserError(f"reward.{name}.tasks={node.tasks}: expected a list of the mixture's tasks")
+        if unknown := sorted(set(node.tasks or []) - set(task_names(cfg))):
+            raise UserError(f"reward.{name}.tasks: {unknown[0]!r}: {_choice(unknown[0], task_names(cfg))}")
         if node.runs_in not in (valid := ["processes", "trainer"]):
             raise UserError(f"reward.{name}.runs_in={node.runs_in}: {_choice(node.runs_in, valid)}")
     _check_context(cfg)

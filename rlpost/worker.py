@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlpost import provenance
 from rlpost.config import build, flat, reward_nodes
+from rlpost.data.mixture import named
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.stream import PromptStream
 from rlpost.errors import UserError
@@ -35,7 +36,8 @@ from rlpost.products import has_bfloat16
 from rlpost.progress import StepProgress
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.processes import ScoringProcesses
-from rlpost.rollout.engine import Sampling
+from rlpost.rollout.engine import Sampling, with_own_settings
+from rlpost.rollout.episodes import Episodes, ReplyFormat
 from rlpost.rundir import RunDir
 from rlpost.tracking import MlflowSink, Tracker
 from rlpost.trainer import distributed
@@ -130,8 +132,9 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     task = build(cfg.task)
     data = task.load()
     prompt_format = PromptFormat(**cfg.prompt)
-    prompts = prompt_format.apply(data.train, tokenizer, "training")
-    held_out = prompt_format.apply(data.held_out[: cfg.evaluation.max_prompts], tokenizer, "held-out")
+    train, kept = ([named(e, task.name) for e in examples] for examples in (data.train, data.held_out))
+    prompts = prompt_format.apply(train, tokenizer, "training")
+    held_out = prompt_format.apply(kept[: cfg.evaluation.max_prompts], tokenizer, "held-out")
     reward.wait_until_ready()
     objective = _objective(cfg)
     advantage = build(cfg.algorithm.advantage)
@@ -141,6 +144,14 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     if tracker:
         run.set_state("running", mlflow_run_id=tracker.mlflow_run_id)
 
+    restrictions = {
+        "stop": tuple(cfg.rollout.stop),
+        "bad_words": tuple(cfg.rollout.bad_words),
+        "logit_bias": dict(cfg.rollout.logit_bias),
+        "regex": cfg.rollout.regex,
+        "json_schema": cfg.rollout.json_schema,
+        "choice": tuple(cfg.rollout.choice),
+    }
     sampling = Sampling(
         max_tokens=cfg.rollout.max_tokens,
         temperature=cfg.rollout.temperature,
@@ -148,8 +159,11 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         top_k=cfg.rollout.top_k,
         min_p=cfg.rollout.min_p,
         repetition_penalty=cfg.rollout.repetition_penalty,
-        stop=tuple(cfg.rollout.stop),
+        **restrictions,
     )
+    if cfg.rollout.per_prompt is not None:
+        prompts = with_own_settings(prompts, cfg.rollout.per_prompt, sampling)
+        held_out = with_own_settings(held_out, cfg.rollout.per_prompt, sampling)
     policy = _policy(cfg, directory, source.trust_remote_code, objective, sampling)
     gc.freeze()  # vLLM collects garbage several times as it starts
     engine = build(
@@ -159,17 +173,19 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         max_model_len=max_model_len,
         trust_remote_code=source.trust_remote_code,
     )
+    if cfg.environment is not None:
+        replies = ReplyFormat(tokenizer, end_tokens)
+        engine = Episodes(engine, build(cfg.environment), replies, cfg.rollout.max_turns)
     correct = Correctness(
         cfg.evaluation.correct_function or next(iter(reward_nodes(cfg))), cfg.evaluation.correct_threshold
     )
     loop = Loop(
-        stream=PromptStream(prompts, cfg.seed),
+        stream=PromptStream(prompts, cfg.seed, data.weights, cfg.stream.curriculum),
         engine=engine,
         reward=reward,
         advantage=advantage,
         policy=policy,
         evaluator=Evaluator(
-            task=task.name,
             prompts=held_out,
             engine=engine,
             reward=reward,
@@ -177,7 +193,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
             sampling=Sampling(
                 max_tokens=cfg.rollout.max_tokens,
                 temperature=cfg.evaluation.temperature,
-                stop=tuple(cfg.rollout.stop),
+                **restrictions,
             ),
             num_samples=cfg.evaluation.num_samples,
             pass_at=cfg.evaluation.pass_at,
@@ -231,9 +247,10 @@ def _reward(cfg: DictConfig) -> RewardSum:
     if beside:
         command = [sys.executable, "-m", "rlpost.scorer"]
         processes = ScoringProcesses(command, list(beside), beside, cfg.scoring.processes, cfg.scoring.timeout)
+    only = {name: frozenset(node.tasks) for name, node in nodes.items() if node.tasks is not None}
     here = {name: build(node.target) for name, node in nodes.items() if name not in beside}
     weights = {name: node.weight for name, node in nodes.items()}
-    return RewardSum(here, weights, processes, cfg.scoring.on_error)
+    return RewardSum(here, weights, processes, cfg.scoring.on_error, cfg.scoring.timeout, only)
 
 
 def _objective(cfg: DictConfig) -> Objective:
@@ -271,7 +288,7 @@ def _policy(
         log.warning("this CPU has no bfloat16 instructions: trainer.precision=float32 is several times as fast on it")
     if not sampling.is_plain and max_logprob_diff is not None:
         log.warning(
-            "top_p, top_k, min_p or a repetition penalty: the engine's log-probabilities are of a distribution whose "
+            "top_p, top_k, min_p, a penalty, a bias or a guide: the engine's log-probabilities are of a distribution whose "
             "edges the trainer's rounding can miss, so rollout.max_logprob_diff is reported and not enforced"
         )
         max_logprob_diff = None
@@ -312,7 +329,7 @@ def _tracker(run: RunDir, cfg: DictConfig, mlflow_run_id: str | None) -> Tracker
             artifacts=cfg.tracking.artifacts,
             run_id=mlflow_run_id or run.status().get("mlflow_run_id"),
         )
-    return Tracker(run.path, sink, cfg.tracking.completions_every)
+    return Tracker(run.path, sink, cfg.tracking.completions_every, cfg.tracking.traces)
 
 
 def _finish(run: RunDir, loop: Loop, evaluation: dict[str, float], progress: StepProgress) -> None:

@@ -83,11 +83,18 @@ def make_rollout(
     answer: str | None = None,
     text: str = "",
     columns: dict[str, Any] | None = None,
+    sampled: Sequence[bool] | None = None,
 ) -> Rollout:
     example = Example(({"role": "user", "content": "?"},), answer, columns or {})
     rollout = Rollout(
         Prompt(example, tuple(prompt), "?", group_id=group_id),
-        Completion(tuple(completion), tuple(logprobs or [-1.0] * len(completion)), text, finish_reason),
+        Completion(
+            tuple(completion),
+            tuple(logprobs or [-1.0] * len(completion)),
+            text,
+            finish_reason,
+            None if sampled is None else tuple(sampled),
+        ),
         sample_index,
     )
     rollout.reward, rollout.advantage = reward, advantage

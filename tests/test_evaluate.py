@@ -53,11 +53,9 @@ class ScriptedEngine:
 def test_metrics_by_hand() -> None:
     """Two prompts of four samples: 2 of 4 and 0 of 4 correct."""
     engine = ScriptedEngine({0: ["7", "x", "7", "no"], 1: ["1", "2", "3", "40"]})
-    prompts = [Prompt(Example((), a), (i,), "") for i, a in enumerate(["7", "9"])]
+    prompts = [Prompt(Example((), a, task="sums"), (i,), "") for i, a in enumerate(["7", "9"])]
     reward = RewardSum({"number": NumberReward()}, {"number": 1.0})
-    evaluator = Evaluator(
-        "sums", prompts, engine, reward, Correctness("number"), Sampling(max_tokens=8), 4, [1, 2], seed=3
-    )
+    evaluator = Evaluator(prompts, engine, reward, Correctness("number"), Sampling(max_tokens=8), 4, [1, 2], seed=3)
     assert evaluator(TrainingState(0, 1)) == pytest.approx(
         {
             "eval/sums/accuracy": 2 / 8,

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from rlpost.data.balance import deal_within
-from rlpost.types import PackedBatch, PackedGroup, Rollout, StepTotals
+from rlpost.types import Completion, PackedBatch, PackedGroup, Rollout, StepTotals
 
 Layout = Literal["shared_prefix", "padded"]
 
@@ -29,7 +29,7 @@ def step_totals(rollouts: Sequence[Rollout], loss_masks: Sequence[bool], max_com
     """Totals of one rank's share; over ranks they add up. `loss_masks` says which rollouts count at all."""
     return StepTotals(
         num_sequences=len(rollouts),
-        num_tokens=sum(len(r.completion.token_ids) for r, kept in zip(rollouts, loss_masks, strict=True) if kept),
+        num_tokens=sum(_num_sampled(r) for r, kept in zip(rollouts, loss_masks, strict=True) if kept),
         max_completion_tokens=max_completion_tokens,
     )
 
@@ -46,7 +46,7 @@ def pack(
 
     Args:
         rollouts: in any order; those of a group share their prompt's positions in the shared_prefix layout.
-        loss_masks: one a rollout; False masks all of its tokens.
+        loss_masks: one a rollout; False masks all of its tokens. Those that were not sampled are masked anyway.
     """
     groups: dict[int, list[int]] = defaultdict(list)
     for index, rollout in enumerate(rollouts):
@@ -119,9 +119,9 @@ def _batch(
             targets.append(ids)
             sequence_index.append(torch.full((length,), len(rollout_ids)))
             token_index.append(torch.arange(length))
-            masks.append(torch.full((length,), loss_masks[index]))
+            masks.append(_loss_mask(completion, loss_masks[index]))
             logprobs.append(torch.tensor(completion.rollout_logprobs, dtype=torch.float32))
-            active_lengths.append(length if loss_masks[index] else 0)
+            active_lengths.append(int(masks[-1].sum()))
             advantages.append(rollouts[index].advantage)
             prompt_lengths.append(n)
             rollout_ids.append(index)
@@ -145,6 +145,16 @@ def _batch(
         completion_masks=masks,
         rollout_ids=rollout_ids,
     )
+
+
+def _loss_mask(completion: Completion, kept: bool) -> torch.Tensor:
+    sampled = [True] * len(completion.token_ids) if completion.sampled is None else completion.sampled
+    return torch.tensor(sampled) & kept
+
+
+def _num_sampled(rollout: Rollout) -> int:
+    sampled = rollout.completion.sampled
+    return len(rollout.completion.token_ids) if sampled is None else sum(sampled)
 
 
 def empty_batch(layout: Layout = "shared_prefix") -> PackedBatch:

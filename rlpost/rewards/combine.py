@@ -2,11 +2,13 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+from rlpost.rewards.coroutines import Coroutines
 from rlpost.rewards.function import (
     Arguments,
     Failure,
@@ -16,6 +18,7 @@ from rlpost.rewards.function import (
     TrainingState,
     arguments_of,
     call,
+    is_coroutine,
     outcomes,
 )
 from rlpost.rewards.processes import ScoringProcesses
@@ -27,14 +30,27 @@ OnError = Literal["fail", "zero", "none"]
 SHOWN_CHARACTERS = 200
 
 
+@dataclass
+class _Started:
+    """A group whose scores are on their way."""
+
+    group: Sequence[Rollout]
+    arguments: Arguments
+    names: set[str]  # the functions that apply
+    beside: Future[dict[str, list[Outcome]]] | None = None
+    waiting: dict[str, Future[list[Outcome]]] = field(default_factory=dict)
+
+
 class RewardSum:
     """The weighted sum of the functions that apply to a rollout; NaN where none does.
 
     Args:
-        functions: those that run in this process, once sampling is over.
+        functions: those that run in this process: coroutines while sampling goes on, the others once it is over.
         weights: of all functions.
         processes: those that run beside it; None if there are none.
         on_error: what a function that fails on a completion gives it: an end to the run, 0, or nothing.
+        timeout: seconds that a coroutine may take for a completion.
+        only: the tasks a function applies to, for those that do not apply to all.
     """
 
     def __init__(
@@ -43,12 +59,17 @@ class RewardSum:
         weights: Mapping[str, float],
         processes: ScoringProcesses | None = None,
         on_error: OnError = "fail",
+        timeout: float = 10.0,
+        only: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
-        self._functions = dict(functions)
+        self._plain = {name: function for name, function in functions.items() if not is_coroutine(function)}
+        self._waiting = {name: function for name, function in functions.items() if name not in self._plain}
+        self._coroutines = Coroutines(timeout) if self._waiting else None
         self._weights = dict(weights)
         self._processes = processes
         self._on_error = on_error
-        self._started: list[tuple[Sequence[Rollout], Arguments, Future[dict[str, list[Outcome]]] | None]] = []
+        self._only = dict(only or {})
+        self._started: list[_Started] = []
         self._said: set[str] = set()
 
     @property
@@ -62,13 +83,24 @@ class RewardSum:
             self._processes.wait_until_ready()
 
     def close(self) -> None:
-        if self._processes:
-            self._processes.close()
+        for helpers in (self._processes, self._coroutines):
+            if helpers:
+                helpers.close()
 
     def start(self, group: Sequence[Rollout], state: TrainingState) -> None:
         """Have a whole group scored."""
         arguments = arguments_of(group, state)
-        self._started.append((group, arguments, self._processes.submit(arguments) if self._processes else None))
+        task = group[0].prompt.example.task
+        started = _Started(group, arguments, {n for n in self._weights if n not in self._only or task in self._only[n]})
+        if self._processes and (names := [n for n in self._processes.names if n in started.names]):
+            started.beside = self._processes.submit(names, arguments)
+        if self._coroutines:
+            started.waiting = {
+                name: self._coroutines.submit(name, function, arguments)
+                for name, function in self._waiting.items()
+                if name in started.names
+            }
+        self._started.append(started)
 
     def finish(self) -> None:
         """Set `rewards`, `reward` and `reward_errors` of every rollout that was started.
@@ -76,18 +108,21 @@ class RewardSum:
         Raises: RewardError naming the function and the completion.
         """
         started, self._started = self._started, []
-        for group, arguments, future in started:
-            by_name = future.result() if future else {}
-            for name, function in self._functions.items():
-                by_name[name] = outcomes(name, partial(call, function), arguments)
+        for one in started:
+            by_name = one.beside.result() if one.beside else {}
+            by_name |= {name: future.result() for name, future in one.waiting.items()}
+            for name in self._plain.keys() & one.names:
+                by_name[name] = outcomes(name, partial(call, self._plain[name], wait=_never), one.arguments)
             for name in self._weights:
-                for rollout, outcome in zip(group, by_name[name], strict=True):
+                for rollout, outcome in zip(one.group, by_name.get(name, [None] * len(one.group)), strict=True):
                     rollout.rewards[name] = self._value(name, rollout, outcome)
-            for rollout in group:
+            for rollout in one.group:
                 self._sum(rollout)
 
     def _value(self, name: str, rollout: Rollout, outcome: Outcome) -> float:
         if isinstance(outcome, Failure):
+            if name not in self._said:
+                logging.getLogger("rlpost.trace").debug("reward.%s: %s", name, outcome.details)
             where = f"reward.{name} {outcome.reason}, for {_shown(rollout)}"
             if self._on_error == "fail":
                 raise RewardError(f"{where}; scoring.on_error=zero or none would go on")
@@ -108,6 +143,10 @@ class RewardSum:
         if about not in self._said:
             self._said.add(about)
             log.warning("%s", message)
+
+
+def _never(coming: Awaitable[Any]) -> Any:
+    raise TypeError("a plain function gave an awaitable; write it as a coroutine function (async def)")
 
 
 def _shown(rollout: Rollout) -> str:

@@ -1,8 +1,8 @@
 """What a reward function is, what it is given, and one call of it."""
 
-import asyncio
 import inspect
 import math
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ class RewardFunction(Protocol):
             completions: the whole answers, the completion prefix included.
             answers: the gold answers.
             messages, prompt_ids, completion_ids, finish_reasons: chat messages, token ids, "stop" or "length".
+            episodes, environment_rewards: with an environment, the model's turns and the replies, and what it gave.
             step, progress: the training step, and its share of the run's steps; no lists.
             others: the task's columns, None for a row without the column.
         """
@@ -42,9 +43,10 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Failure:
-    """In place of a value: why a function has none for a completion."""
+    """In place of a value: why a function has none for a completion, and the traceback if it raised."""
 
     reason: str
+    details: str = ""
 
 
 Outcome = float | None | Failure
@@ -56,6 +58,10 @@ class RewardError(RuntimeError):
 
 class CallError(Exception):
     """One call of a reward function failed; another call, on other completions, may not."""
+
+    def __init__(self, reason: str, details: str = "") -> None:
+        super().__init__(reason)
+        self.details = details
 
 
 class WrongLengthError(Exception):
@@ -75,25 +81,37 @@ def arguments_of(rollouts: Sequence[Rollout], state: TrainingState) -> dict[str,
         "prompt_ids": [list(rollout.prompt.token_ids) for rollout in rollouts],
         "completion_ids": [list(rollout.completion.token_ids) for rollout in rollouts],
         "finish_reasons": [rollout.completion.finish_reason for rollout in rollouts],
+        "episodes": [[dict(message) for message in rollout.completion.messages] for rollout in rollouts],
+        "environment_rewards": [rollout.completion.environment_reward for rollout in rollouts],
         "step": state.step,
         "progress": state.step / state.num_steps,
     }
 
 
-def call(function: Callable[..., Any], arguments: Arguments) -> list[float | None]:
+def call(
+    function: Callable[..., Any], arguments: Arguments, wait: Callable[[Awaitable[Any]], Any]
+) -> list[float | None]:
     """The function's values, checked. Numbers of any kind will do: bool, numpy, tensors of one element.
+
+    Args: wait: gives what a coroutine returns.
 
     Raises: WrongLengthError; CallError with the reason for whatever the function raises or returns otherwise.
     """
     count = len(arguments["completions"])
     try:
         returned = function(**arguments)
-        values = list(asyncio.run(_wait_for(returned)) if inspect.isawaitable(returned) else returned)
+        values = list(wait(returned) if inspect.isawaitable(returned) else returned)
+    except CallError:
+        raise
     except Exception as error:  # a user's function
-        raise CallError(f"raised {type(error).__name__}: {error}") from error
+        raise CallError(f"raised {type(error).__name__}: {error}", traceback.format_exc()) from error
     if len(values) != count:
         raise WrongLengthError(f"gave {len(values)} values for {count} completions")
     return [None if value is None else _finite(value) for value in values]
+
+
+def is_coroutine(function: RewardFunction) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def outcomes(name: str, calling: Callable[[Arguments], list[float | None]], arguments: Arguments) -> list[Outcome]:
@@ -108,12 +126,8 @@ def outcomes(name: str, calling: Callable[[Arguments], list[float | None]], argu
     except CallError as error:
         count = len(arguments["completions"])
         if count == 1:
-            return [Failure(str(error))]
+            return [Failure(str(error), error.details)]
         return [outcomes(name, calling, _row(arguments, index))[0] for index in range(count)]
-
-
-async def _wait_for(values: Awaitable[Any]) -> Any:
-    return await values
 
 
 def _finite(value: Any) -> float:

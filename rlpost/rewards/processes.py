@@ -22,7 +22,7 @@ class ScoringProcesses:
     Args:
         command: starts one; it gets the number of a file descriptor, a `multiprocessing.Connection`, to talk over:
             `definitions` come first, which it answers with None or what is wrong with them; then (name, arguments)
-            again and again, which it answers with ("values", ...), ("error", ...) or ("length", ...).
+            again and again, which it answers with ("values", ...), ("error", (reason, traceback)) or ("length", reason).
         names: the functions.
         definitions: whatever the command makes functions from.
         timeout: seconds a completion may take; a call has that many for each of its completions.
@@ -43,19 +43,19 @@ class ScoringProcesses:
         for process in self._all:
             process.wait_until_ready()
 
-    def submit(self, arguments: Arguments) -> Future[dict[str, list[Outcome]]]:
-        """Have a group scored by every function."""
-        return self._threads.submit(self._score, arguments)
+    def submit(self, names: Sequence[str], arguments: Arguments) -> Future[dict[str, list[Outcome]]]:
+        """Have a group scored by these functions."""
+        return self._threads.submit(self._score, names, arguments)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.kill()
 
-    def _score(self, arguments: Arguments) -> dict[str, list[Outcome]]:
+    def _score(self, names: Sequence[str], arguments: Arguments) -> dict[str, list[Outcome]]:
         process = self._idle.get()
         try:
-            return {name: outcomes(name, partial(process.call, name), arguments) for name in self.names}
+            return {name: outcomes(name, partial(process.call, name), arguments) for name in names}
         finally:
             self._idle.put(process)
 
@@ -72,14 +72,16 @@ class _Process:
         try:
             self._connection.send((name, dict(arguments)))
             answered = self._connection.poll(limit)
-            kind, value = self._connection.recv() if answered else ("error", f"took over {limit:g} s and was stopped")
+            kind, value = (
+                self._connection.recv() if answered else ("error", (f"took over {limit:g} s and was stopped", ""))
+            )
         except (EOFError, OSError):
-            answered, kind, value = False, "error", f"ended its process ({self._exit()})"
+            answered, kind, value = False, "error", (f"ended its process ({self._exit()})", "")
         if not answered:
             self.kill()
             self._start()
         if kind == "error":
-            raise CallError(value)
+            raise CallError(*value)
         if kind == "length":
             raise WrongLengthError(value)
         return value

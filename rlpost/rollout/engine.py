@@ -1,12 +1,13 @@
 """What a rollout engine is: token ids in, sampled token ids with their log-probabilities out."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from rlpost.errors import UserError
 from rlpost.types import Completion, Prompt, Rollout
 
 
@@ -18,6 +19,10 @@ class Sampling:
         temperature: 0 is greedy. top_p, top_k (0: off), min_p, repetition_penalty as in vLLM and transformers.
         stop: strings that end a completion once it contains one.
         max_tokens: the longest completion, its end token counted.
+        bad_words: texts that are never written.
+        logit_bias: added to a token's logit, by token id.
+        regex, json_schema, choice: at most one of them: what a completion must match, be valid under (as JSON text), or
+            be one of. Tokens that would break it have probability 0.
     """
 
     max_tokens: int
@@ -27,11 +32,65 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    regex: str | None = None
+    json_schema: str | None = None
+    choice: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.regex, self.json_schema, self.choice))) > 1:
+            raise ValueError("regex, json_schema and choice are three ways to guide a completion: set one of them")
+
+    @property
+    def is_guided(self) -> bool:
+        return bool(self.regex or self.json_schema or self.choice)
+
+    def of(self, prompt: Prompt) -> "Sampling":
+        """With the prompt's own settings."""
+        return replace(self, **prompt.sampling) if prompt.sampling else self
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens come from softmax(logits / temperature), nothing cut off and nothing penalised."""
-        return (self.top_p, self.top_k, self.min_p, self.repetition_penalty) == (1.0, 0, 0.0, 1.0)
+        """Whether tokens come from softmax(logits / temperature), nothing cut off, penalised, biased or guided."""
+        cut = (self.top_p, self.top_k, self.min_p, self.repetition_penalty) != (1.0, 0, 0.0, 1.0)
+        return not (cut or self.bad_words or self.logit_bias or self.is_guided)
+
+
+PER_PROMPT = ("max_tokens", "stop", "bad_words", "logit_bias", "regex", "json_schema", "choice")
+
+
+def with_own_settings(prompts: Sequence[Prompt], column: str, sampling: Sampling) -> list[Prompt]:
+    """Prompts with the sampling settings that a column of their examples holds, as a mapping; None for none.
+
+    Raises: UserError for a setting that is not one of PER_PROMPT (the trainer knows one temperature), or is wrong.
+    """
+    return [replace(p, sampling=_own_settings(p.example.columns.get(column), column, sampling)) for p in prompts]
+
+
+def _own_settings(given: Any, column: str, sampling: Sampling) -> dict[str, Any]:
+    if given is None:
+        return {}
+    where = f"rollout.per_prompt={column}"
+    if not isinstance(given, Mapping):
+        raise UserError(f"{where}: a row has {given!r}; expected a mapping of {', '.join(PER_PROMPT)}")
+    own = {name: value for name, value in given.items() if value is not None}  # parquet has every key in every row
+    if unknown := sorted(own.keys() - set(PER_PROMPT)):
+        raise UserError(f"{where}: a row sets {unknown[0]!r}; expected one of {', '.join(PER_PROMPT)}")
+    for name in ("stop", "bad_words", "choice"):
+        if name in own:
+            own[name] = tuple(own[name])
+    if "logit_bias" in own:
+        own["logit_bias"] = {int(token): float(bias) for token, bias in own["logit_bias"].items()}
+    if not 1 <= own.get("max_tokens", 1) <= sampling.max_tokens:
+        raise UserError(
+            f"{where}: a row has max_tokens={own['max_tokens']}; expected 1..{sampling.max_tokens} (rollout.max_tokens)"
+        )
+    try:
+        replace(sampling, **own)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+    return own
 
 
 class Engine(Protocol):
@@ -56,11 +115,11 @@ class Engine(Protocol):
 
 def check_fits(prompts: Sequence[Prompt], sampling: Sampling, max_model_len: int) -> None:
     """Raises: ValueError where a prompt leaves no room for max_tokens; engines would cut the completion unasked."""
-    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-    if longest + sampling.max_tokens > max_model_len:
+    sizes = [(len(prompt.token_ids), sampling.of(prompt).max_tokens) for prompt in prompts]
+    longest, room = max(sizes, key=sum, default=(0, 0))
+    if longest + room > max_model_len:
         raise ValueError(
-            f"a prompt of {longest} and a completion of {sampling.max_tokens} tokens are over "
-            f"max_model_len={max_model_len}"
+            f"a prompt of {longest} and a completion of {room} tokens are over max_model_len={max_model_len}"
         )
 
 

@@ -1,12 +1,21 @@
 """transformers' generate as a rollout engine: slower, and with no build of vLLM to match."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
+from rlpost.errors import UserError
 from rlpost.models import load_tokenizer
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.types import Completion, Prompt
@@ -47,12 +56,22 @@ class TransformersEngine:
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, Completion]]:
         check_fits(prompts, sampling, self._max_model_len)
-        # Sorted so that a batch pads little; a stable order, so that a run repeats.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
-        for start in range(0, len(order), self._batch_size):
-            chosen = order[start : start + self._batch_size]
-            batch = self._generate([prompts[i] for i in chosen], [seeds[i] for i in chosen], sampling)
-            yield from zip(chosen, batch, strict=True)
+        own = [sampling.of(prompt) for prompt in prompts]
+        if any(settings.is_guided for settings in own):
+            raise UserError(
+                "the transformers engine does not guide completions (regex, json_schema, choice); use rollout=vllm"
+            )
+        # What a batch must have in common: all but the limits, which cut afterwards.
+        kinds: dict[str, list[int]] = {}
+        for i, settings in enumerate(own):
+            kinds.setdefault(repr(replace(settings, max_tokens=0)), []).append(i)
+        for kind in kinds.values():
+            # Sorted so that a batch pads little; a stable order, so that a run repeats.
+            order = sorted(kind, key=lambda i: len(prompts[i].token_ids))
+            for start in range(0, len(order), self._batch_size):
+                chosen = order[start : start + self._batch_size]
+                batch = self._generate(*([values[i] for i in chosen] for values in (prompts, seeds, own)))
+                yield from zip(chosen, batch, strict=True)
 
     @torch.no_grad()
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -66,7 +85,9 @@ class TransformersEngine:
         del self._model
 
     @torch.inference_mode()
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], own: Sequence[Sampling]) -> list[Completion]:
+        """Args: own: each prompt's sampling, alike but for max_tokens."""
+        sampling = replace(own[0], max_tokens=max(settings.max_tokens for settings in own))
         width = max(len(prompt.token_ids) for prompt in prompts)
         input_ids = torch.zeros((len(prompts), width), dtype=torch.int64)
         mask = torch.zeros_like(input_ids)  # from lengths: the padding id means nothing
@@ -78,14 +99,27 @@ class TransformersEngine:
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),
             generation_config=self._config(sampling),
-            logits_processor=LogitsProcessorList([*_warpers(sampling), sampler]),
+            logits_processor=LogitsProcessorList([*self._restrictions(sampling), *_warpers(sampling), sampler]),
             tokenizer=self._tokenizer if sampling.stop else None,
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).cpu()
         return [
-            self._completion(ids, row_logprobs, sampling)
-            for ids, row_logprobs in zip(output[:, width:].tolist(), logprobs.tolist(), strict=True)
+            self._completion(ids[: settings.max_tokens], row_logprobs, settings)
+            for ids, row_logprobs, settings in zip(output[:, width:].tolist(), logprobs.tolist(), own, strict=True)
         ]
+
+    def _restrictions(self, sampling: Sampling) -> list[LogitsProcessor]:
+        """On the logits themselves, before the temperature, as vLLM orders them."""
+        restrictions: list[LogitsProcessor] = []
+        if sampling.logit_bias:
+            biases = {(token,): float(bias) for token, bias in sampling.logit_bias.items()}
+            restrictions.append(SequenceBiasLogitsProcessor(biases))
+        if sampling.bad_words:
+            # Within a text a word is written with a blank before it, at its beginning without.
+            words = {prefix + word for word in sampling.bad_words for prefix in ("", " ")}
+            ids = [self._tokenizer.encode(word, add_special_tokens=False) for word in sorted(words)]
+            restrictions.append(NoBadWordsLogitsProcessor(ids))
+        return restrictions
 
     def _config(self, sampling: Sampling) -> GenerationConfig:
         return GenerationConfig(

@@ -15,6 +15,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 import torch
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.types import Completion, Prompt
@@ -88,7 +89,7 @@ class VLLMEngine:
         # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
         self._llm.reset_prefix_cache()
         requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
-        params = [self._params(sampling, seed) for seed in seeds]
+        params = [self._params(sampling.of(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
         first, *_ = map(_number, self._llm.enqueue(requests, params, use_tqdm=False))
         engine = self._llm.llm_engine
         while engine.has_unfinished_requests():
@@ -112,6 +113,9 @@ class VLLMEngine:
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             stop=list(sampling.stop) or None,
+            bad_words=list(sampling.bad_words) or None,
+            logit_bias=dict(sampling.logit_bias) or None,
+            structured_outputs=_guide(sampling) if sampling.is_guided else None,
             stop_token_ids=self._end_token_ids,
             max_tokens=sampling.max_tokens,
             seed=seed,
@@ -124,6 +128,12 @@ class VLLMEngine:
         logprobs = tuple(at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True))
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return Completion(token_ids, logprobs, text, "length" if output.finish_reason == "length" else "stop")
+
+
+def _guide(sampling: Sampling) -> StructuredOutputsParams:
+    return StructuredOutputsParams(
+        regex=sampling.regex, json=sampling.json_schema, choice=list(sampling.choice) or None
+    )
 
 
 def _number(request_id: str) -> int:

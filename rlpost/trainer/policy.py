@@ -78,6 +78,8 @@ class Policy:
             group_ids: every group of the step over all ranks, so that all ranks deal them out alike.
             step: the loop's step, which with the seed decides the mini-batches.
 
+        Sets: `trainer_logprobs` of the rollouts.
+
         Returns: metrics of the step, the same on every rank: sequence means averaged over the optimizer steps,
             largest values over all of them.
 
@@ -94,6 +96,7 @@ class Policy:
                 attached["keep"] = self._top_entropy(rollouts, entropy, s.top_entropy_share)
         if self.reference is not None:
             attached["ref_logprobs"], _ = self._score(self.reference, rollouts)
+        before: dict[int, Tensor] = dict(attached.get("old_logprobs", {}))
 
         means: dict[str, list[float]] = defaultdict(list)
         maxima: dict[str, list[float]] = defaultdict(list)
@@ -110,11 +113,13 @@ class Policy:
                 idle_batches = self._pack(rollouts, sorted(idle), attached)
                 positions += sum(batch.num_positions for batch in [*batches, *idle_batches])
                 chosen_rollouts = [rollouts[i] for i in members]
-                step_means, step_maxima = self._optimizer_step(chosen_rollouts, batches, idle_batches)
+                step_means, step_maxima = self._optimizer_step(chosen_rollouts, batches, idle_batches, before)
                 for name, value in step_means.items():
                     means[name].append(value)
                 for name, value in step_maxima.items():
                     maxima[name].append(value)
+        for index, logprobs in before.items():
+            rollouts[index].trainer_logprobs = tuple(logprobs.tolist())
         seconds = time.perf_counter() - started
         self._refresh_reference(step)
         weight, grpo_weight = means.pop("objective/pg_weight"), means.pop("objective/pg_weight_grpo")
@@ -134,7 +139,7 @@ class Policy:
         """k1 summed over each rollout's tokens: log-probability of the completion less the reference's, in nats."""
         assert self.reference is not None
         (logprobs, _), (ref_logprobs, _) = self._score(self.scorer, rollouts), self._score(self.reference, rollouts)
-        return [(logprobs[i] - ref_logprobs[i]).sum().item() for i in range(len(rollouts))]
+        return [(logprobs[i] - ref_logprobs[i])[_sampled(rollout)].sum().item() for i, rollout in enumerate(rollouts)]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, whole, under its name in the model's directory; a tied one once."""
@@ -157,7 +162,10 @@ class Policy:
     def _pack(
         self, rollouts: Sequence[Rollout], members: Sequence[int], attached: Mapping[str, Mapping[int, Tensor]]
     ) -> list[PackedBatch]:
-        """Micro-batches of the chosen rollouts, as many as on every other rank, with known per-token values."""
+        """Micro-batches of the chosen rollouts, as many as on every other rank, with known per-token values.
+
+        Their `rollout_ids` are places in `rollouts`.
+        """
         chosen = [rollouts[i] for i in members]
         s = self._settings
         layout = self.scorer.layout
@@ -166,9 +174,10 @@ class Policy:
         batches += [empty_batch(layout) for _ in range(num_batches - len(batches))]
 
         def joined(values: Mapping[int, Tensor], batch: PackedBatch) -> Tensor:
-            parts = [values[members[i]] for i in batch.rollout_ids]
+            parts = [values[i] for i in batch.rollout_ids]
             return torch.cat(parts) if parts else torch.zeros(0)
 
+        batches = [replace(batch, rollout_ids=[members[i] for i in batch.rollout_ids]) for batch in batches]
         return [
             replace(batch, **{name: joined(values, batch) for name, values in attached.items()}) for batch in batches
         ]
@@ -178,9 +187,8 @@ class Policy:
         """Log-probabilities and entropies at every rollout's completion tokens, by index."""
         scored: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         for batch in self._pack(rollouts, range(len(rollouts)), {}):
-            sizes = torch.bincount(batch.sequence_index, minlength=len(batch.rollout_ids)).tolist()
             for values, into in zip(scorer(to_device(batch)), scored, strict=True):
-                into.update(zip(batch.rollout_ids, values.cpu().split(sizes), strict=True))
+                into.update(_by_sequence(batch, values))
         scorer.shard_again()
         return scored
 
@@ -188,7 +196,8 @@ class Policy:
         self, rollouts: Sequence[Rollout], entropy: Mapping[int, Tensor], share: float
     ) -> dict[int, Tensor]:
         """Which tokens lie in the top share of the whole step's entropies, over all ranks; ties are kept."""
-        active = [entropy[i] for i, kept in enumerate(self._loss_masks(rollouts)) if kept]
+        kept = self._loss_masks(rollouts)
+        active = [entropy[i][_sampled(rollout)] for i, rollout in enumerate(rollouts) if kept[i]]
         everyones = torch.cat([torch.zeros(0), *(values for part in distributed.gather_all(active) for values in part)])
         count = math.ceil(share * len(everyones))
         threshold = everyones.topk(count).values[-1] if count else float("inf")
@@ -203,16 +212,26 @@ class Policy:
                 ours.lerp_(theirs, s.reference_mix)
 
     def _optimizer_step(
-        self, rollouts: Sequence[Rollout], batches: Sequence[PackedBatch], idle_batches: Sequence[PackedBatch]
+        self,
+        rollouts: Sequence[Rollout],
+        batches: Sequence[PackedBatch],
+        idle_batches: Sequence[PackedBatch],
+        before: dict[int, Tensor],
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """One optimizer step over all of the batches; the idle ones add to the metrics and have no gradient."""
+        """One optimizer step over all of the batches; the idle ones add to the metrics and have no gradient.
+
+        Args: before: gets the log-probabilities of each sequence where no earlier pass has computed them.
+        """
         s = self._settings
         totals = distributed.sum_totals(step_totals(rollouts, self._loss_masks(rollouts), s.max_completion_tokens))
         sums: dict[str, float] = defaultdict(float)
         maxima: dict[str, float] = defaultdict(float)
 
         def run(batch: PackedBatch) -> Tensor:
-            output = self._objective(batch, *self.scorer(batch), totals)
+            logprobs, entropy = self.scorer(batch)
+            if batch.old_logprobs is None:
+                before.update(_by_sequence(batch, logprobs.detach()))
+            output = self._objective(batch, logprobs, entropy, totals)
             for name, value in output.sums.items():
                 sums[name] += value.item()
             for name, value in output.maxima.items():
@@ -255,6 +274,18 @@ class Policy:
         self.optimizer.step()
         self.scheduler.step()
         return sums, maxima
+
+
+def _sampled(rollout: Rollout) -> Tensor:
+    """[length] bool: the tokens that the model sampled itself."""
+    completion = rollout.completion
+    return torch.tensor(completion.sampled or [True] * len(completion.token_ids))
+
+
+def _by_sequence(batch: PackedBatch, values: Tensor) -> dict[int, Tensor]:
+    """Values [T] as those of each sequence, on the CPU, by its place among the rollouts."""
+    sizes = torch.bincount(batch.sequence_index, minlength=len(batch.rollout_ids)).tolist()
+    return dict(zip(batch.rollout_ids, values.cpu().split(sizes), strict=True))
 
 
 def to_device(batch: PackedBatch) -> PackedBatch:

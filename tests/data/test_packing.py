@@ -1,3 +1,4 @@
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,24 @@ def test_a_shared_prompt_by_hand() -> None:
     assert batch.rollout_logprobs.tolist() == [-1.0, -1.0, -2.0]
     sees = [[k for k in range(6) if attention_mask(batch)[0, 0, q, k]] for q in range(6)]
     assert sees == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 5]]
+
+
+def test_what_the_model_did_not_sample_is_masked() -> None:
+    rollouts = [
+        make_rollout(0, completion=[8, 9, 4], sampled=[True, False, True]),
+        make_rollout(0, completion=[7, 6], sampled=[True, False], sample_index=1),
+    ]
+    for layout in ("shared_prefix", "padded"):
+        (batch,) = pack(rollouts, [True, True], 64, layout)
+        by_rollout = dict(zip(batch.rollout_ids, batch.completion_masks, strict=True))
+        assert by_rollout[0].tolist() == [True, False, True]
+        assert by_rollout[1].tolist() == [True, False]
+        assert sorted(batch.active_lengths.tolist()) == [1, 2]
+        assert torch.equal(batch.loss_mask, torch.cat(list(batch.completion_masks)))
+        (batch,) = pack(rollouts[:1], [False], 64, layout)
+        assert batch.loss_mask.tolist() == [False] * 3
+    assert step_totals(rollouts, [True, True], 16).num_tokens == 3
+    assert step_totals(rollouts, [True, False], 16).num_tokens == 2
 
 
 def test_the_padded_layout_has_a_row_a_completion() -> None:

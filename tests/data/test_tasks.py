@@ -1,9 +1,13 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from rlpost.data.tasks import Addition, HubDataset, JsonLines, ReasoningGym, disjoint, split, user_message
+from rlpost.data.mixture import Mixture
+from rlpost.data.split import disjoint, split, user_message
+from rlpost.data.tasks import Addition, HubDataset, JsonLines, Parquet, ReasoningGym
 from rlpost.errors import UserError
 from rlpost.types import Example
 
@@ -141,3 +145,68 @@ def test_hub_dataset_reads_a_local_folder(tmp_path: Path) -> None:
     assert [e.answer for e in data.train] == [str(i) for i in range(8)]
     with pytest.raises(UserError, match=r"task\.path=.*no_such"):
         HubDataset(str(tmp_path / "no_such")).load()
+
+
+ROWS = [{"question": f"{i}?", "answer": str(i), "level": i % 5, "kind": "odd" if i % 2 else "even"} for i in range(20)]
+
+
+def test_parquet_rows_are_those_of_jsonl(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "t.parquet")
+    settings = {"where": {"level": {"min": 2}}, "columns": {"difficulty": "level"}, "held_out": 3}
+    ours = Parquet(str(tmp_path / "t.parquet"), **settings).load()
+    assert ours == JsonLines(write(tmp_path / "t.jsonl", ROWS), **settings).load()
+    assert len(ours.train) == 9
+    (tmp_path / "no.parquet").write_text("no")
+    with pytest.raises(UserError, match=r"no\.parquet: not a parquet file"):
+        Parquet(str(tmp_path / "no.parquet")).load()
+
+
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [
+        ({"level": 3}, 4),
+        ({"level": [3, 4]}, 8),
+        ({"level": {"min": 1, "max": 2}}, 8),
+        ({"level": {"max": 0}, "kind": "odd"}, 2),
+        ({}, 20),
+    ],
+)
+def test_where(tmp_path: Path, where: dict[str, object], count: int) -> None:
+    path = write(tmp_path / "t.jsonl", ROWS)
+    assert len(JsonLines(path, where=where, held_out=0).load().train) == count
+    assert len(JsonLines(path, where=where, held_out=0, limit=1).load().train) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"where": {"depth": 1}}, r"row 1: no field 'depth'; it has question, answer, level, kind: task\.where"),
+        ({"where": {"level": {"mini": 1}}}, r"task\.where\.level: mini is neither min nor max"),
+        ({"where": {"kind": {"min": 1}}}, r"row 1: kind='even' cannot be compared with task\.where\.kind"),
+        ({"where": {"level": 9}}, r"the file has no rows that task\.where wants"),
+        ({"columns": {"tests": "unit"}}, r"row 1: no field 'unit'; .*: set task\.columns\.tests"),
+    ],
+)
+def test_rows_name_what_is_wrong(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        JsonLines(write(tmp_path / "t.jsonl", ROWS), **settings).load()
+
+
+def test_a_mixture_names_its_tasks_and_holds_out_in_turn() -> None:
+    tasks = {"small": Addition(1, 4, held_out=2), "large": Addition(50, 60, held_out=5)}
+    data = Mixture(tasks, {"large": 3}).load()
+    assert data.weights == {"small": 1.0, "large": 3.0}
+    assert [e.task for e in data.held_out[:4]] == ["small", "large", "small", "large"]
+    assert len(data.held_out) == 7
+    assert {e.task for e in data.train} == {"small", "large"}
+    assert Mixture(tasks).load().weights == {}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"), [({"huge": 1}, r"task\.weights\.huge: .* it has small"), ({"small": 0}, "a number over 0")]
+)
+def test_a_mixture_names_wrong_weights(weights: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Mixture({"small": Addition(1, 4)}, weights)
+    with pytest.raises(UserError, match=r"task\.tasks is empty"):
+        Mixture({})

@@ -1,14 +1,15 @@
 import math
-from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 
 from rlpost.errors import UserError
+from rlpost.rewards.answers import final_answer, one_number
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.format import FormatReward
 from rlpost.rewards.function import TrainingState
 from rlpost.rewards.math import MathReward
-from rlpost.rewards.number import NumberReward, last_number
+from rlpost.rewards.number import NumberReward
 from rlpost.rewards.reasoning_gym import ReasoningGymReward
 from rlpost.types import Rollout
 from tests.conftest import make_rollout
@@ -31,7 +32,9 @@ from tests.conftest import make_rollout
     ],
 )
 def test_last_number(text: str, number: str | None) -> None:
-    assert last_number(text) == (None if number is None else Decimal(number))
+    found = final_answer(text, ["last"])
+    value = None if found is None else one_number(found)
+    assert (None if value is None else value.value) == (None if number is None else Fraction(number))
 
 
 def test_number_reward() -> None:
@@ -118,6 +121,8 @@ def test_functions_get_prompts_answers_prefixes_and_columns() -> None:
         "prompt_ids": [[5, 6, 7]] * 2,
         "completion_ids": [[8, 9]] * 2,
         "finish_reasons": ["stop", "stop"],
+        "episodes": [[], []],
+        "environment_rewards": [None, None],
         "step": 1,
         "progress": 0.25,
     }

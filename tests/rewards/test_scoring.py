@@ -240,7 +240,7 @@ import sys, time
 from rlpost.rewards.processes import ScoringProcesses
 pool = ScoringProcesses({COMMAND!r}, ["f"], {{"f": {{"_target_": "{functions}.scripted", "_partial_": True}}}})
 pool.wait_until_ready()
-pool.submit({{"completions": ["hang in C"]}})
+pool.submit(["f"], {{"completions": ["hang in C"]}})
 print(pool._all[0]._process.pid, flush=True)
 time.sleep(600)
 """

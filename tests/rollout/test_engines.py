@@ -1,7 +1,10 @@
 """Both engines, for real, on the tiny model: what they sample, what they say of it, and new weights."""
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpost.data.prompts import PromptFormat
-from rlpost.data.tasks import user_message
+from rlpost.data.split import user_message
+from rlpost.errors import UserError
 from rlpost.models import TinyLlama, end_token_ids, load_tokenizer
 from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
-from rlpost.rollout.engine import Engine, Sampling, sample_groups, sample_seed
+from rlpost.rollout.engine import Engine, Sampling, sample_groups, sample_seed, with_own_settings
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 ENGINES = ["vllm", "transformers"]
@@ -208,6 +212,89 @@ def test_completions_come_while_others_are_sampled(engine: Engine, prompts: list
     restore(engine, reference)
     assert len(after) == 119
     assert any(after[place] != before[place] for place in after)
+
+
+def written(completions: list[Completion], tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+
+
+def test_bad_words_are_never_written(engine: Engine, prompts: list[Prompt], tiny_tokenizer: Any) -> None:
+    plain = generate(engine, prompts * 8, range(32), Sampling(max_tokens=40))
+    letters = tuple(chr(c) for c in range(ord("a"), ord("z") + 1))
+    assert any(set(text) & set(letters) for text in written(plain, tiny_tokenizer))
+    without = generate(engine, prompts * 8, range(32), Sampling(max_tokens=40, bad_words=letters))
+    assert not any(set(text) & set(letters) for text in written(without, tiny_tokenizer))
+
+
+def test_a_logit_bias_decides(engine: Engine, prompts: list[Prompt], tiny_tokenizer: Any) -> None:
+    (token,) = tiny_tokenizer.encode("z", add_special_tokens=False)
+    completions = generate(engine, prompts, range(4), Sampling(max_tokens=6, logit_bias={token: 100.0}))
+    assert {c.token_ids for c in completions} == {(token,) * 6}
+
+
+def test_prompts_have_settings_of_their_own(engine: Engine, prompts: list[Prompt], tiny_tokenizer: Any) -> None:
+    (token,) = tiny_tokenizer.encode("z", add_special_tokens=False)
+    own = [{}, {"max_tokens": 3}, {"logit_bias": {token: 100.0}}, {"max_tokens": 5}]
+    given = [replace(prompt, sampling=settings) for prompt, settings in zip(prompts, own, strict=True)]
+    seeds = [11, 12, 13, 14]
+    plain = generate(engine, prompts, seeds, Sampling(max_tokens=8))
+    each = generate(engine, given, seeds, Sampling(max_tokens=8))
+    assert each[0].token_ids == plain[0].token_ids
+    assert each[1].token_ids == plain[1].token_ids[:3]
+    assert each[2].token_ids == (token,) * 8
+    assert each[3].token_ids == plain[3].token_ids[:5]
+    assert each[1].finish_reason == ("length" if len(plain[1].token_ids) > 3 else plain[1].finish_reason)
+
+
+@pytest.mark.parametrize(
+    ("guide", "holds"),
+    [
+        ({"regex": "[0-9]{2,3}"}, lambda text: re.fullmatch("[0-9]{2,3}", text)),
+        ({"choice": ("yes", "no", "maybe")}, lambda text: text in ("yes", "no", "maybe")),
+        (
+            {
+                "json_schema": '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], '
+                '"additionalProperties": false}'
+            },
+            lambda text: isinstance(json.loads(text)["a"], bool),
+        ),
+    ],
+)
+def test_guided_completions(
+    engine: Engine, prompts: list[Prompt], tiny_tokenizer: Any, guide: dict[str, Any], holds: Callable[[str], Any]
+) -> None:
+    sampling = Sampling(max_tokens=60, **guide)
+    if not type(engine).__name__.startswith("VLLM"):
+        with pytest.raises(UserError, match="does not guide completions"):
+            generate(engine, prompts, range(4), sampling)
+        return
+    completions = generate(engine, prompts * 4, range(16), sampling)
+    ended = [c for c in completions if c.finish_reason == "stop"]
+    assert ended
+    assert all(holds(text) for text in written(ended, tiny_tokenizer))
+    assert len({c.token_ids for c in completions}) > 1
+    mixed = [replace(prompts[0], sampling={"choice": ("yes",)}), prompts[1]]  # guided and not, in one call
+    first, second = generate(engine, mixed, [1, 2], Sampling(max_tokens=12))
+    assert written([first], tiny_tokenizer) == ["yes"]
+    assert second == generate(engine, [prompts[1]], [2], Sampling(max_tokens=12))[0]
+
+
+def test_own_settings_are_checked(prompts: list[Prompt]) -> None:
+    def own(value: Any) -> dict[str, Any]:
+        prompt = replace(prompts[0], example=Example((), None, {"settings": value}))
+        return with_own_settings([prompt], "settings", Sampling(max_tokens=8))[0].sampling
+
+    assert own(None) == {}
+    assert own({"max_tokens": 4, "stop": ["x"], "regex": None}) == {"max_tokens": 4, "stop": ("x",)}
+    assert own({"logit_bias": {"5": 1}}) == {"logit_bias": {5: 1.0}}
+    for value, message in (
+        ("x", "expected a mapping of max_tokens"),
+        ({"temperature": 1}, "sets 'temperature'; expected one of max_tokens"),
+        ({"max_tokens": 9}, r"max_tokens=9; expected 1\.\.8 \(rollout\.max_tokens\)"),
+        ({"regex": "a", "choice": ["b"]}, "three ways to guide"),
+    ):
+        with pytest.raises(UserError, match=rf"rollout\.per_prompt=settings: .*{message}"):
+            own(value)
 
 
 def test_an_empty_call(engine: Engine) -> None:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.losses import ClippedLoss
 from rlpost.objective.objective import Objective
-from rlpost.objective.reducers import ConstantDivisor
+from rlpost.objective.reducers import ConstantDivisor, Reducer, SequenceMean, TokenMean
 from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import (
@@ -107,6 +107,63 @@ def test_an_update_does_not_depend_on_how_it_is_cut(change: dict[str, object], t
         # AdamW's first step is lr * sign(gradient): where a gradient is all but zero its rounding may show.
         close = torch.isclose(results[1][1][name], weight, rtol=0, atol=2e-5).float().mean()
         assert close > 0.999, name
+
+
+def with_replies(made: list[Rollout]) -> list[Rollout]:
+    """As if every second token, from the second on, were a reply's."""
+    for rollout in made:
+        sampled = tuple(i % 2 == 0 for i in range(len(rollout.completion.token_ids)))
+        object.__setattr__(rollout.completion, "sampled", sampled)
+    return made
+
+
+@pytest.mark.parametrize("reducer", [SequenceMean(), ConstantDivisor(7), TokenMean()])
+def test_replies_are_context_and_have_no_gradient(reducer: Reducer, tiny_dir: Path) -> None:
+    """Against the gradient of the sum over sampled tokens, written out with the plain model."""
+    made = with_replies(rollouts())
+    policy = make_policy(tiny_dir, max_grad_norm=1e9, objective=Objective(reducer=reducer))
+    caught: dict[str, torch.Tensor] = {}
+    policy.optimizer.step = lambda: caught.update((n, p.grad.clone()) for n, p in policy.scorer.named_parameters())
+    policy.update(made, groups(made), step=1)
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+    num_tokens = sum(sum(r.completion.sampled) for r in made)
+    for rollout in made:
+        prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
+        mask = torch.tensor(rollout.completion.sampled)
+        logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1)[range(len(completion)), list(completion)]
+        weight = {
+            SequenceMean: 1 / (len(made) * int(mask.sum())),
+            ConstantDivisor: 1 / (len(made) * 7),
+            TokenMean: 1 / num_tokens,
+        }[type(reducer)]
+        (-rollout.advantage * weight * logprobs[mask].sum()).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(caught[f"language_model.{name}"], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"micro_batch_tokens": 1}, {"micro_batch_tokens": 40}, {"layout": "padded"}])
+def test_with_replies_too_an_update_does_not_depend_on_how_it_is_cut(change: dict[str, object], tiny_dir: Path) -> None:
+    results = []
+    for settings in ({}, change):
+        made = with_replies(rollouts())
+        policy = make_policy(tiny_dir, max_grad_norm=None, top_entropy_share=0.5, **settings)
+        metrics = policy.update(made, groups(made), step=1)
+        metrics.pop("train/tokens_per_s")
+        results.append(metrics)
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_epochs": 2}, {"micro_batch_tokens": 40}])
+def test_rollouts_learn_the_trainers_logprobs_from_before(settings: dict[str, object], tiny_dir: Path) -> None:
+    made = rollouts()
+    made[0].advantage = made[1].advantage = made[2].advantage = 0.0  # a group without a gradient too
+    policy = make_policy(tiny_dir, **settings)
+    before, _ = policy._score(policy.scorer, made)
+    policy.update(made, groups(made), step=1)
+    for index, rollout in enumerate(made):
+        assert rollout.trainer_logprobs == pytest.approx(before[index].tolist(), abs=1e-5)
 
 
 def test_the_update_raises_good_and_lowers_bad_tokens(tiny_dir: Path) -> None:

@@ -1,0 +1,107 @@
+"""Rows of files and datasets become examples: which field is what, which rows are wanted."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpost.data.split import user_message
+from rlpost.errors import UserError
+from rlpost.types import Example
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """How rows are read; what the tasks made of rows have in common.
+
+    Attributes:
+        question, answer: names of the fields. A question may be a text or a list of chat messages; answer null: none.
+        answer_pattern: a regular expression whose last match in the answer field is the gold answer (its
+            group 1 if it has one); GSM8K's is '####\\s*(.+)'. null: the field as it is.
+        columns: other names for fields, as rewards are to see them: {tests: unit_tests}.
+        where: the rows that are wanted, by field: a value, a list of values, or {min: 1, max: 3}.
+        held_out: how many rows are held out where no file or split has them.
+        limit: read at most this many wanted rows of each file or split.
+    """
+
+    question: str = "question"
+    answer: str | None = "answer"
+    answer_pattern: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, Any] = field(default_factory=dict)
+    held_out: int = 64
+    limit: int | None = None
+    split_seed: int = 0
+    name: str = ""
+
+    def examples(self, rows: Iterable[tuple[Any, str]]) -> list[Example]:
+        """Args: rows: each with where it stands, for errors."""
+        to_example = self._example_maker()
+        found: list[Example] = []
+        for row, place in rows:
+            if self.limit is not None and len(found) >= self.limit:
+                break
+            if not isinstance(row, Mapping):
+                raise UserError(f"{place}: a JSON object is expected, not {type(row).__name__}")
+            if all(_is_wanted(row, name, wanted, place) for name, wanted in self.where.items()):
+                found.append(to_example(row, place))
+        return found
+
+    def _example_maker(self) -> Callable[[Mapping[str, Any], str], Example]:
+        try:
+            pattern = re.compile(self.answer_pattern) if self.answer_pattern is not None else None
+        except re.error as error:
+            raise UserError(f"task.answer_pattern={self.answer_pattern}: not a regular expression ({error})") from None
+        question, answer = self.question, self.answer
+
+        def to_example(row: Mapping[str, Any], place: str) -> Example:
+            for key, name in (("question", question), ("answer", answer)):
+                if name is not None and name not in row:
+                    raise UserError(f"{place}: no field {name!r}; it has {_fields(row)}: set task.{key} to one of them")
+            asked = row[question]
+            messages = user_message(asked) if isinstance(asked, str) else _messages(asked, place, question)
+            gold = None if answer is None or row[answer] is None else str(row[answer])
+            if gold is not None and pattern is not None:
+                matches = list(pattern.finditer(gold))
+                if not matches:
+                    raise UserError(
+                        f"{place}: task.answer_pattern={self.answer_pattern} matches nothing in {gold[-60:]!r}"
+                    )
+                gold = matches[-1].group(1 if pattern.groups else 0).strip()
+            kept = {name: value for name, value in row.items() if name not in (question, answer)}
+            for new, old in self.columns.items():
+                if old not in row:
+                    raise UserError(f"{place}: no field {old!r}; it has {_fields(row)}: set task.columns.{new} to one")
+                kept[new] = row[old]
+            return Example(messages, gold, kept)
+
+        return to_example
+
+
+def _is_wanted(row: Mapping[str, Any], name: str, wanted: Any, place: str) -> bool:
+    if name not in row:
+        raise UserError(f"{place}: no field {name!r}; it has {_fields(row)}: task.where needs one of them")
+    value = row[name]
+    if isinstance(wanted, Mapping):
+        if unknown := set(wanted) - {"min", "max"}:
+            raise UserError(f"task.where.{name}: {', '.join(sorted(unknown))} is neither min nor max")
+        try:
+            return wanted.get("min", value) <= value <= wanted.get("max", value)
+        except TypeError:
+            raise UserError(f"{place}: {name}={value!r} cannot be compared with task.where.{name}") from None
+    return value in wanted if isinstance(wanted, list | tuple) else value == wanted
+
+
+def _fields(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, row))
+
+
+def _messages(value: Any, place: str, name: str) -> tuple[Mapping[str, str], ...]:
+    well_formed = (
+        isinstance(value, list)
+        and value
+        and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in value)
+    )
+    if not well_formed:
+        raise UserError(f"{place}: field {name!r} must be a text or a list of messages with role and content")
+    return tuple({"role": str(m["role"]), "content": m["content"]} for m in value)

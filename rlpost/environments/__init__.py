@@ -1,0 +1,1 @@
+"""Environments: who answers the model between its turns."""

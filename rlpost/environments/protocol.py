@@ -1,0 +1,36 @@
+"""What an environment is: an episode a sample, a reply a turn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlpost.types import Example
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What comes back for a turn of the model.
+
+    Attributes:
+        messages: chat messages the model sees before its next turn; not trained on.
+        reward: added to the episode's, which `reward=environment` gives.
+        done: the episode is over; the messages are not shown any more.
+    """
+
+    messages: Sequence[Mapping[str, str]] = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+class Episode(Protocol):
+    def step(self, completion: str) -> Reply:
+        """Args: completion: the text of the model's turn, end token and stop strings as it wrote them."""
+        ...
+
+
+class Environment(Protocol):
+    stop: Sequence[str]  # strings that end a turn, beside the run's own
+
+    def reset(self, example: Example, seed: int) -> Episode:
+        """A fresh episode of an example; its randomness, if any, is a function of the seed."""
+        ...

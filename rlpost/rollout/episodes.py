@@ -1,0 +1,152 @@
+"""Several turns as one completion: an engine around an engine, with an environment that replies in between.
+
+Token in, token out, over turns too: a turn continues exactly the ids that were sampled before, and a reply's ids are appended
+once. The reply is part of the completion and masked out of the loss.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from rlpost.environments.protocol import Environment, Episode
+from rlpost.errors import UserError
+from rlpost.rollout.engine import Engine, Sampling
+from rlpost.types import Completion, Prompt
+
+
+class ReplyFormat:
+    """How replies stand between two turns of the model, from the chat template.
+
+    Raises: UserError if the template rewrites earlier turns, so that there is no such place.
+    """
+
+    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_tokens = {token: tokenizer.decode([token]) for token in end_token_ids}
+
+    def token_ids(self, messages: Sequence[Mapping[str, str]], last_token: int) -> list[int]:
+        """Ids that lead from a turn to the next one.
+
+        Args: last_token: of the turn; where it is no end token (a stop string came), the template's own end is added.
+        """
+        turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ANSWER"}]
+        before = self._render(turn, False)
+        after = self._render([*turn, *map(dict, messages)], True)
+        end = before.rpartition("ANSWER")[2]
+        if not after.startswith(before) or not before.count("ANSWER") == 1:
+            raise UserError("the model's chat template rewrites earlier turns, which an environment cannot work with")
+        if last_token in self._end_tokens:
+            end = end.partition(self._end_tokens[last_token])[2]
+        return self._tokenizer.encode(end + after[len(before) :], add_special_tokens=False)
+
+    def _render(self, messages: Sequence[Mapping[str, str]], generate: bool) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+
+
+@dataclass
+class _Running:
+    """An episode under way."""
+
+    episode: Episode
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    messages: list[Mapping[str, str]] = field(default_factory=list)
+    turns: int = 0
+    reward: float = 0.0
+
+    def add_turn(self, turn: Completion) -> None:
+        self.token_ids += turn.token_ids
+        self.logprobs += turn.rollout_logprobs
+        self.sampled += [True] * len(turn.token_ids)
+        self.messages.append({"role": "assistant", "content": turn.text})
+        self.turns += 1
+
+    def add_reply(self, messages: Sequence[Mapping[str, str]], token_ids: Sequence[int]) -> None:
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.sampled += [False] * len(token_ids)
+        self.messages += messages
+
+    def completion(self, last: Completion) -> Completion:
+        """`text` is the last turn's: what an environment said is not the model's answer."""
+        return replace(
+            last,
+            token_ids=tuple(self.token_ids),
+            rollout_logprobs=tuple(self.logprobs),
+            sampled=tuple(self.sampled),
+            messages=tuple(self.messages),
+            environment_reward=self.reward,
+        )
+
+
+class Episodes:
+    """An engine whose completions are whole episodes of at most `max_tokens` tokens, replies counted.
+
+    An episode ends when the environment says so, after `max_turns` turns, where a turn is cut by the limit, and where a reply
+    leaves no room for another one.
+    """
+
+    def __init__(self, engine: Engine, environment: Environment, reply_format: ReplyFormat, max_turns: int) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._reply_format = reply_format
+        self._max_turns = max_turns
+
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
+        sampling = replace(sampling, stop=(*sampling.stop, *self._environment.stop))
+        limits = [sampling.of(prompt).max_tokens for prompt in prompts]
+        running = {
+            place: _Running(self._environment.reset(prompt.example, seed))
+            for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        }
+        while running:
+            places = list(running)
+            continued = [self._continued(prompts[p], running[p], limits[p]) for p in places]
+            turn_seeds = [_turn_seed(seeds[p], running[p].turns) for p in places]
+            for number, turn in self._engine.generate(continued, turn_seeds, sampling):
+                place = places[number]
+                if (whole := self._after(running[place], turn, limits[place])) is not None:
+                    del running[place]
+                    yield place, whole
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._engine.load_weights(named_weights)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _continued(self, prompt: Prompt, episode: _Running, limit: int) -> Prompt:
+        left = limit - len(episode.token_ids)
+        return replace(
+            prompt,
+            token_ids=(*prompt.token_ids, *episode.token_ids),
+            sampling={**prompt.sampling, "max_tokens": left},
+        )
+
+    def _after(self, running: _Running, turn: Completion, limit: int) -> Completion | None:
+        """The whole completion if the episode is over with this turn; None if it goes on."""
+        running.add_turn(turn)
+        if turn.finish_reason == "length":
+            return running.completion(turn)
+        reply = running.episode.step(turn.text)
+        running.reward += reply.reward
+        if reply.done or running.turns >= self._max_turns:
+            return running.completion(turn)
+        token_ids = self._reply_format.token_ids(reply.messages, turn.token_ids[-1])
+        if len(running.token_ids) + len(token_ids) >= limit:
+            return running.completion(replace(turn, finish_reason="length"))
+        running.add_reply(reply.messages, token_ids)
+        return None
+
+
+def _turn_seed(seed: int, turn: int) -> int:
+    """The sample's own for the first turn, so that an episode of one turn is the plain completion."""
+    if turn == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=4).digest(), "big") >> 1
