@@ -42,6 +42,10 @@ def gsm8k(data: Path) -> Iterator[Case]:
         yield Case("gsm8k: a number one off", f"{marked}#### {values[i] + 1}", golds[i], 0.0)
 
 
+def _is_scalar(answer: str) -> bool:
+    return re.fullmatch(r"[-0-9a-z^{}\\ +.]+", answer) is not None and not re.search("text|begin", answer)
+
+
 # Rewritings that keep an answer's value, and ones that change it; None where they do not apply.
 Rewriting = Callable[[str], str | None]
 KEEP: dict[str, Rewriting] = {
@@ -52,10 +56,10 @@ KEEP: dict[str, Rewriting] = {
     "a full stop": lambda a: a + ".",
     "as an equation": lambda a: f"k = {a}" if "=" not in a and "\\text" not in a and "," not in a else None,
     "in dollar signs": lambda a: f"${a}$" if "$" not in a else None,
-    "with a plus": lambda a: f"{a} + 0" if re.fullmatch(r"[-0-9a-z^{}\\ +]+", a) and "text" not in a else None,
+    "with a plus": lambda a: f"{a} + 0" if _is_scalar(a) else None,
 }
 CHANGE: dict[str, Rewriting] = {
-    "one off": lambda a: f"{a} + 1" if re.fullmatch(r"[-0-9a-z^{}\\ +.]+", a) and "text" not in a else None,
+    "one off": lambda a: f"{a} + 1" if _is_scalar(a) else None,
     "another last digit": lambda a: (
         re.sub(r"(\d)(?=\D*$)", lambda m: str((int(m[1]) + 1) % 10), a) if re.search(r"\d", a) else None
     ),

@@ -79,6 +79,7 @@ def _sample(row: dict[str, Any], to_text: Callable[[int], str] | None) -> dict[s
         "kept": row["kept"],
         "finish": row["finish_reason"],
         "length": row["num_tokens"],
+        "sampled": row.get("sampled"),  # of an episode: false for a reply's tokens
     }
     if to_text is None:
         return sample | {"tokens": [row["completion"]], "logprobs": [], "ratios": []}

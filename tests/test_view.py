@@ -50,6 +50,7 @@ def test_groups_hold_tokens_logprobs_ratios_and_rewards(tmp_path: Path) -> None:
     assert sample["logprobs"] == [-1.0, -2.0, -0.5]
     assert sample["ratios"] == [1.0, 2.0, 1.0]
     assert sample["rewards"] == {"number": 0.0}
+    assert sample["sampled"] is None
     assert (other["rewards"], other["reward"], other["ratios"]) == ({"number": None}, None, [])
     assert other["errors"] == "number raised </script>"
     assert read_groups(tmp_path, [1], None)[0]["samples"][0]["tokens"] == ["HI!"]

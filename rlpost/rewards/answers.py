@@ -23,7 +23,7 @@ _NUMBER = rf"(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?"
 NUMBER = re.compile(rf"[-+]?{_NUMBER}")
 _PHRASE = re.compile(r"answers?\W{0,4}\s*(?:is|are|was|:|=)\s*:?[ \t]*", re.IGNORECASE)
 _HASH = re.compile(r"^[ \t]*####[ \t]*(.*)$", re.MULTILINE)
-_SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
+_SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|\n")
 
 # What stands where a unit does: after a number and a space any word, right behind it one of these.
 _SHORT_UNITS = [
@@ -146,9 +146,9 @@ def _phrase(text: str) -> str | None:
     if end is None:
         return None
     rest = text[end : end + 2 * LONGEST].lstrip(" \t*_`\n")
-    for opening, closing in (("$$", "$$"), ("\\(", "\\)"), ("\\[", "\\]"), ("$", "$")):
-        if rest.startswith(opening) and (place := rest.find(closing, len(opening))) > 0:
-            inner = rest[len(opening) : place]
+    for opening, closing in (("$$", r"\$\$"), ("\\(", r"\\\)"), ("\\[", r"\\\]"), ("$", r"(?<!\\)\$")):
+        if rest.startswith(opening) and (end := re.compile(closing).search(rest, len(opening))):
+            inner = rest[len(opening) : end.start()]
             if opening != "$" or not (inner[-1:].isspace() or "\n" in inner):  # "$5 and $6" holds no formula
                 return inner
     end_of_sentence = _SENTENCE_END.search(rest)
@@ -201,7 +201,7 @@ _REMOVED = re.compile(
     r"|(?<!\\)\\[!;:,> ]|\^\{?\\circ\}?|\^\{?\\degree\}?|\\degree|°|\\\$|(?<!\\)\$"
 )
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|boldsymbol)\s*\{([^{}]*)\}")
-_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\!,\\!|,\\!|\\,|\\ )(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\!,\\!|,\\!\s*|\\,|\\ )(?=\d{3}(?!\d))")
 _POWERS = str.maketrans("²³", "23")
 _CHARACTERS = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*", "÷": "/", "\u00a0": " ", "\u202f": " ", "，": ","})
 
@@ -296,11 +296,12 @@ def one_number(answer: str) -> Quantity | None:
 
 
 def equal_quantities(a: Quantity, b: Quantity, percent: Percent, precision: int) -> bool:
-    """Within 10^-precision, and of one unit where both have one.
+    """Within 10^-precision and a thousandth of the first, and of one unit where both have one.
 
     Args: percent: drop: 25% is 25; hundredth: 25% is 0.25.
     """
     if a.unit and b.unit and a.unit != b.unit:
         return False
     scale = {True: Fraction(1, 100) if percent == "hundredth" else Fraction(1), False: Fraction(1)}
-    return abs(a.value * scale[a.is_percent] - b.value * scale[b.is_percent]) < Fraction(1, 10**precision)
+    ours, theirs = a.value * scale[a.is_percent], b.value * scale[b.is_percent]
+    return abs(ours - theirs) <= min(Fraction(1, 10**precision), abs(ours) / 1000)

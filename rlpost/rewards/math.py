@@ -30,6 +30,7 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every ans
 EXTRACTION = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[ -][^\W\d_]{2,})*")
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
+_BASE = re.compile(r"(-?[0-9A-Fa-f]+)_\{?(\d+)\}?")
 _ASSIGNED = re.compile(r"^[a-zA-Z](?:_\{?\w+\}?|\([a-z]\))?\s*(?:=|\\in)\s*(?=[^=])")
 _POWER = r"\s*(?:\^|\*\*)\s*[{(]?\s*"
 # Numbers that would keep Python busy for longer than the universe, deaf to signals.
@@ -109,6 +110,9 @@ class _Gold:
             return True
         if _is_words(self.text):
             return False
+        if (base := _BASE.fullmatch(self.text)) is not None:  # to math-verify a subscript is a name's
+            theirs = _BASE.fullmatch(_unassigned(found))
+            return theirs is not None and base.groups() == theirs.groups()
         behind = _unassigned(found) if "=" not in self.text and "\\in" not in self.text else found
         number = quantity(behind)
         mine = self.quantity or quantity(_unassigned(self.text))
