@@ -12,10 +12,13 @@ def test_by_hand() -> None:
         make_rollout(0, completion=[1, 2, 3, 4], reward=0.0, finish_reason="length"),
         make_rollout(1, completion=[1, 2, 3], reward=0.0),
         make_rollout(1, completion=[1], reward=0.0),
+        make_rollout(2, completion=[1, 2], reward=math.nan),
+        make_rollout(2, completion=[1, 2, 3], reward=math.nan),
     ]
     for rollout in rollouts:
         rollout.rewards = {"number": rollout.reward, "other": math.nan}
     rollouts[0].rewards["other"] = 3.0
+    rollouts[1].reward_errors = {"other": "raised"}
     metrics = rollout_metrics(rollouts, lambda r: r.reward == 1.0)
     expected = {
         "reward/mean": 0.25,
@@ -24,13 +27,15 @@ def test_by_hand() -> None:
         "reward/number/std": 0.5,
         "reward/other/mean": 3.0,
         "reward/other/std": math.nan,
-        "reward/zero_std_groups": 0.5,
+        "reward/zero_std_groups": 2 / 3,
+        "reward/not_applicable": 2 / 6,
+        "reward/errors": 1,
         "completions/length_mean": 2.5,
         "completions/length_min": 1,
         "completions/length_max": 4,
-        "completions/length_terminated": 2.0,
+        "completions/length_terminated": 11 / 5,
         "completions/length_correct": 2.0,
-        "completions/length_incorrect": 8 / 3,
-        "completions/truncated": 0.25,
+        "completions/length_incorrect": 13 / 5,
+        "completions/truncated": 1 / 6,
     }
     assert metrics == pytest.approx(expected, nan_ok=True)
