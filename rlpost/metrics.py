@@ -15,7 +15,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], correct: Callable[[Rollout], bo
     for name in rollouts[0].rewards:
         metrics.update(_moments(f"reward/{name}", [r.rewards[name] for r in rollouts]))
     metrics["reward/zero_std_groups"] = _mean(
-        len({reward for reward in rewards if not math.isnan(reward)}) < 2 for rewards in _rewards_by_group(rollouts).values()
+        len({reward for reward in rewards if not math.isnan(reward)}) < 2
+        for rewards in _rewards_by_group(rollouts).values()
     )
 
     metrics["reward/not_applicable"] = _mean(math.isnan(r.reward) for r in rollouts)

@@ -15,9 +15,21 @@ DOUBLE = "def double(x):\n    return 2 * x\n"
 ASSERTS = ["assert double(2) == 4", "assert double('a') == 'aa'"]
 
 
+def can_isolate() -> bool:
+    try:
+        CodeReward()
+    except UserError:
+        return False
+    return True
+
+
+ISOLATES = can_isolate()
+isolated = pytest.mark.skipif(not ISOLATES, reason="this machine allows no namespaces (containers may forbid them)")
+
+
 @pytest.fixture(scope="module")
 def reward() -> CodeReward:
-    return CodeReward(seconds=20.0)
+    return CodeReward(seconds=20.0, isolate=ISOLATES)
 
 
 def score(reward: CodeReward, program: str, tests: list[object]) -> float | None:
@@ -38,7 +50,7 @@ def test_input_and_output(reward: CodeReward) -> None:
 
 
 def test_the_share_of_tests() -> None:
-    reward = CodeReward(partial=True, seconds=20.0)
+    reward = CodeReward(partial=True, seconds=20.0, isolate=ISOLATES)
     assert score(reward, DOUBLE, [*ASSERTS, "assert double(1) == 3", "assert double(3) == 6"]) == 0.75
 
 
@@ -83,11 +95,11 @@ def test_leaving_early_passes_nothing(program: str, reward: CodeReward) -> None:
         "import time\ntime.sleep(60)",
         "10 ** 10 ** 10",
         "while True: print('x' * 1000)",
-        "import os\nwhile True: os.fork()",
+        pytest.param("import os\nwhile True: os.fork()", marks=isolated),
     ],
 )
 def test_time_ends_it(program: str) -> None:
-    assert score(CodeReward(seconds=1.0), program, ["pass"]) == 0.0
+    assert score(CodeReward(seconds=1.0, isolate=ISOLATES), program, ["pass"]) == 0.0
 
 
 def test_memory_and_file_sizes_are_limited(reward: CodeReward) -> None:
@@ -98,6 +110,7 @@ def test_memory_and_file_sizes_are_limited(reward: CodeReward) -> None:
     assert score(reward, "files = [open('f', 'w') for _ in range(100)]", ["pass"]) == 0.0
 
 
+@isolated
 def test_there_is_no_network_and_no_environment(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -109,6 +122,7 @@ def test_there_is_no_network_and_no_environment(reward: CodeReward, monkeypatch:
     assert score(reward, "import os", ["assert os.listdir() == []"]) == 1.0
 
 
+@isolated
 def test_what_it_starts_ends_with_it(reward: CodeReward, tmp_path: Path) -> None:
     """A child in a session of its own, which the end of the program's session would miss."""
     mark = tmp_path / "alive"
