@@ -164,7 +164,8 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     if cfg.rollout.per_prompt is not None:
         prompts = with_own_settings(prompts, cfg.rollout.per_prompt, sampling)
         held_out = with_own_settings(held_out, cfg.rollout.per_prompt, sampling)
-    policy = _policy(cfg, directory, source.trust_remote_code, objective, sampling)
+    is_plain = all(sampling.of(prompt).is_plain for prompt in prompts)
+    policy = _policy(cfg, directory, source.trust_remote_code, objective, sampling, is_plain)
     gc.freeze()  # vLLM collects garbage several times as it starts
     engine = build(
         cfg.rollout.engine,
@@ -267,8 +268,14 @@ def _objective(cfg: DictConfig) -> Objective:
 
 
 def _policy(
-    cfg: DictConfig, directory: Path, trust_remote_code: bool, objective: Objective, sampling: Sampling
+    cfg: DictConfig,
+    directory: Path,
+    trust_remote_code: bool,
+    objective: Objective,
+    sampling: Sampling,
+    is_plain: bool,
 ) -> Policy:
+    """Args: is_plain: whether every prompt's tokens come from the softmax alone."""
     torch.manual_seed(cfg.seed)
     mesh = distributed.data_mesh()
     distribution = SamplingDistribution(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
@@ -286,7 +293,7 @@ def _policy(
     max_logprob_diff = cfg.rollout.max_logprob_diff
     if cfg.trainer.precision == "bfloat16" and distributed.device().type == "cpu" and not has_bfloat16():
         log.warning("this CPU has no bfloat16 instructions: trainer.precision=float32 is several times as fast on it")
-    if not sampling.is_plain and max_logprob_diff is not None:
+    if not is_plain and max_logprob_diff is not None:
         log.warning(
             "top_p, top_k, min_p, a penalty, a bias or a guide: the engine's log-probabilities are of a distribution whose "
             "edges the trainer's rounding can miss, so rollout.max_logprob_diff is reported and not enforced"

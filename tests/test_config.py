@@ -54,7 +54,7 @@ def test_every_choice_of_every_group_is_valid(choice: str) -> None:
     for key in ("reducer", "algorithm.loss", "algorithm.advantage", "model", "task", "cluster"):
         build(OmegaConf.select(cfg, key))
     for name, node in reward_nodes(cfg).items():
-        if name != "model":  # it would have to be there
+        if name not in ("model", "code"):  # one has to be on the disk, the other needs namespaces
             build(node.target)
 
 
@@ -107,6 +107,19 @@ def test_a_reward_group_that_is_one_target() -> None:
     ("overrides", "message"),
     [
         ("+reward.number.runs_in=trainr", "reward.number.runs_in=trainr: did you mean 'trainer'?"),
+        ("+reward.number.tasks=[sums]", "reward.number.tasks: 'sums': expected one of addition"),
+        ("+reward.number.tasks=addition", "reward.number.tasks=addition: expected a list of the mixture's tasks"),
+        (
+            "task=mixture +task.tasks.x._target_=os.getcwd",
+            "task.tasks.x._target_=os.getcwd: os is not rlpost's own code",
+        ),
+        (
+            "task=mixture +task@task.tasks.sums=addition +task.tasks.sums.lo=3",
+            "task.tasks.sums.lo: .*did you mean 'low'",
+        ),
+        ("rollout.regex=a rollout.choice=[b]", "rollout.regex and rollout.choice are two ways to guide a completion"),
+        ("rollout=transformers rollout.regex=a", "rollout.regex: the transformers engine does not guide"),
+        ("rollout.max_turns=0", "rollout.max_turns=0: expected a whole number, at least 1"),
         ("scoring.on_error=nil", "scoring.on_error=nil: expected one of fail, zero, none"),
         ("scoring.timeout=0", "scoring.timeout=0.0: expected a number of seconds over 0"),
         ("scoring.processes=0", "scoring.processes=0: expected a whole number, at least 1"),
@@ -169,7 +182,7 @@ def test_a_reward_group_that_is_one_target() -> None:
 )
 def test_rules_name_their_key(overrides: str, message: str) -> None:
     with pytest.raises(UserError) as error:
-        validate(plain(*re.split(r" (?=[\w+./]+=)", overrides)))
+        validate(plain(*re.split(r" (?=[\w+./@]+=)", overrides)))
     text = str(error.value)
     assert re.search(message, text), text
     assert "\n" not in text
@@ -180,6 +193,8 @@ def test_the_task_is_checked_before_anything_heavy(tmp_path: Path) -> None:
         check_task(plain("task=jsonl", f"task.path={tmp_path}/none.jsonl"))
     with pytest.raises(UserError, match="leaves no prompt to train on"):
         check_task(plain("task.held_out=2500"))
+    with pytest.raises(UserError, match=r"stream\.curriculum=level: .* no such column"):
+        check_task(plain("stream.curriculum=level"))
     rows = tmp_path / "same.jsonl"
     rows.write_text('{"question": "q", "answer": "a"}\n')
     with pytest.raises(UserError, match="no prompt is left to train on"):

@@ -137,6 +137,24 @@ def test_the_calculator_trains(tmp_path: Path) -> None:
     assert exact(tmp_path / "again") == exact(tmp_path / "run")
 
 
+def test_prompts_with_settings_of_their_own_train(tmp_path: Path) -> None:
+    own = [{"regex": "[0-9]{2}"}, {"max_tokens": 5}, None, {"stop": ["e"]}]
+    lines = [{"question": f"{i}?", "answer": "1", "settings": own[i % 4]} for i in range(8)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = ["task=jsonl", "task.path=t.jsonl", "task.held_out=1", "rollout.per_prompt=settings"]
+    result = rlpost(tmp_path, *TINY, *task, *SMALL, "steps=2", "tracking=none", "run_dir=run")
+    assert "max_logprob_diff is reported and not enforced" in result.stderr
+    table = [row for step in (1, 2) for row in completions(tmp_path / "run", step)]
+    by_settings = {i: [r for r in table if f"\n{i}?" in r["prompt"] or f"\n{i + 4}?" in r["prompt"]] for i in range(4)}
+    assert all(r["completion"].isdigit() and len(r["completion"]) == 2 for r in by_settings[0])
+    assert all(r["num_tokens"] <= 5 for r in by_settings[1])
+    assert any(r["num_tokens"] > 5 for r in by_settings[2])
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text("".join(json.dumps(line | {"settings": {"temperature": 2}}) + "\n" for line in lines))
+    refused = rlpost(tmp_path, *TINY, *task, "task.path=wrong.jsonl", "run_dir=wrong", code=2)
+    assert "rollout.per_prompt=settings: a row sets 'temperature'; expected one of max_tokens" in refused.stderr
+
+
 @pytest.mark.skipif(not DATA.is_dir(), reason="the shared test data is not at hand")
 def test_gsm8k_with_the_default_model(tmp_path: Path) -> None:
     files = [f"task.path={DATA}/gsm8k/train.jsonl", f"task.held_out_path={DATA}/gsm8k/test.jsonl"]
