@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlpost.config import build, conf_dir
 from rlpost.data.packing import pack, step_totals
-from rlpost.errors import UserError
+from rlpost.errors import UserError, run_command
 from rlpost.suggest import nearest
 from rlpost.targets import check_target
 from rlpost.types import Completion, Example, PackedBatch, Prompt, Rollout, StepTotals
@@ -220,11 +220,7 @@ def plot(arms: Sequence[Arm], rollouts: Sequence[Rollout], path: Path) -> None:
 
 
 def main() -> None:
-    try:
-        sys.exit(_main())
-    except UserError as error:
-        print(f"rlpost-compare: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command("rlpost-compare", _main)
 
 
 def _main() -> int:

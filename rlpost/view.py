@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 from omegaconf import OmegaConf
 
 from rlpost.config import build, reward_nodes
-from rlpost.errors import UserError
+from rlpost.errors import UserError, run_command
 
-MOST_COMPLETIONS = 2000  # on a page, unless steps are named; a browser takes about ten times as many
+MOST_COMPLETIONS = 2000  # on a page, unless steps are named
 
 
 def saved_steps(run_dir: Path) -> list[int]:
@@ -140,11 +140,7 @@ def _token_texts(cfg: Any) -> Callable[[int], str] | None:
 
 
 def main() -> None:
-    try:
-        sys.exit(_main())
-    except UserError as error:
-        print(f"rlpost-view: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command("rlpost-view", _main)
 
 
 def _main() -> int:

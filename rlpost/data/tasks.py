@@ -4,7 +4,7 @@ A task gives train and held-out examples; `disjoint` sees to it that no held-out
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,8 +79,8 @@ class ReasoningGym:
 
 
 @dataclass(frozen=True)
-class JsonLines(RowFormat):
-    """A JSON-lines file (GSM8K's and MATH's files work as they are).
+class _RowFile(RowFormat):
+    """Rows of a file.
 
     Attributes:
         path: the training rows.
@@ -94,21 +94,58 @@ class JsonLines(RowFormat):
         object.__setattr__(self, "name", self.name or Path(self.path).stem)
 
     def load(self) -> TaskData:
-        return _from_files(self, self.path, self.held_out_path, _json_rows)
+        train = self._read(self.path, "task.path")
+        if self.held_out_path is None:
+            return split(train, self.held_out, self.split_seed)
+        return disjoint(train, self._read(self.held_out_path, "task.held_out_path"))
+
+    def _read(self, path: str, key: str) -> list[Example]:
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise UserError(f"{key}={path}: no such file (relative paths start at {Path.cwd()})")
+        examples = self.examples(self._rows(file))
+        if not examples:
+            raise UserError(f"{key}={path}: the file has no rows" + (" that task.where wants" if self.where else ""))
+        return examples
+
+    def _rows(self, file: Path) -> Iterator[tuple[Any, str]]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Parquet(RowFormat):
-    """A parquet file; its attributes are those of `JsonLines`."""
+class JsonLines(_RowFile):
+    """A JSON-lines file (GSM8K's and MATH's files work as they are)."""
 
-    path: str
-    held_out_path: str | None = None
+    def _rows(self, file: Path) -> Iterator[tuple[Any, str]]:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield json.loads(line), f"{file}, row {number}"
+                except json.JSONDecodeError as error:
+                    raise UserError(
+                        f"{file}, row {number}: not JSON ({error.msg}); one JSON object a line is expected"
+                    ) from None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.name or Path(self.path).stem)
 
-    def load(self) -> TaskData:
-        return _from_files(self, self.path, self.held_out_path, _parquet_rows)
+@dataclass(frozen=True)
+class Parquet(_RowFile):
+    """A parquet file."""
+
+    def _rows(self, file: Path) -> Iterator[tuple[Any, str]]:
+        import pyarrow
+        import pyarrow.parquet as pq
+
+        try:
+            opened = pq.ParquetFile(file)
+        except pyarrow.ArrowInvalid as error:
+            raise UserError(f"{file}: not a parquet file ({str(error).splitlines()[0]})") from error
+        number = 0
+        for batch in opened.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield row, f"{file}, row {number}"
 
 
 @dataclass(frozen=True)
@@ -138,52 +175,6 @@ class HubDataset(RowFormat):
         except Exception as error:  # the library raises many kinds; the user needs its first line and the key
             raise UserError(f"task.path={self.path} ({split_name}): {str(error).splitlines()[0]}") from error
         return self.examples((row, f"{self.path} ({split_name}), row {i}") for i, row in enumerate(rows, start=1))
-
-
-def _from_files(
-    task: RowFormat, path: str, held_out_path: str | None, rows: Callable[[Path], Iterator[tuple[Any, str]]]
-) -> TaskData:
-    def read(path: str, key: str) -> list[Example]:
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise UserError(f"{key}={path}: no such file (relative paths start at {Path.cwd()})")
-        examples = task.examples(rows(file))
-        if not examples:
-            raise UserError(f"{key}={path}: the file has no rows" + (" that task.where wants" if task.where else ""))
-        return examples
-
-    train = read(path, "task.path")
-    if held_out_path is None:
-        return split(train, task.held_out, task.split_seed)
-    return disjoint(train, read(held_out_path, "task.held_out_path"))
-
-
-def _json_rows(file: Path) -> Iterator[tuple[Any, str]]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line), f"{file}, row {number}"
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{file}, row {number}: not JSON ({error.msg}); one JSON object a line is expected"
-                ) from None
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[Any, str]]:
-    import pyarrow
-    import pyarrow.parquet as pq
-
-    try:
-        opened = pq.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{file}: not a parquet file ({str(error).splitlines()[0]})") from error
-    number = 0
-    for batch in opened.iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield row, f"{file}, row {number}"
 
 
 def _text(value: Any) -> str | None:

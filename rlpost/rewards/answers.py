@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from rlpost.errors import UserError
 
@@ -91,11 +91,40 @@ class Quantity:
     is_percent: bool = False
 
 
-def check_sources(sources: Sequence[str], key: str) -> None:
-    """Raises: UserError naming the key if one is not known."""
-    for source in sources:
-        if source not in get_args(Source):
-            raise UserError(f"{key}: {source!r} is none of {', '.join(get_args(Source))}")
+@dataclass(frozen=True)
+class AnswerReward:
+    """What rewards of a final answer have in common; how it is compared with the gold one is their own.
+
+    Attributes:
+        sources: where a final answer is looked for, in this order (`final_answer`).
+        percent: drop: 25% is 25; hundredth: 25% is 0.25.
+        precision: decimals to which numbers are compared.
+
+    Raises: UserError for a source that is not known.
+    """
+
+    sources: Sequence[Source] = DEFAULT_SOURCES
+    percent: Percent = "drop"
+    precision: int = 6
+
+    def __post_init__(self) -> None:
+        for source in self.sources:
+            if source not in get_args(Source):
+                raise UserError(f"reward: sources: {source!r} is none of {', '.join(get_args(Source))}")
+
+    def __call__(
+        self,
+        *,
+        completions: list[str],
+        answers: list[str | None],
+        messages: list[list[dict[str, Any]]] | None = None,
+        **_: Any,
+    ) -> list[float | None]:
+        questions = [m[-1]["content"] if m else "" for m in messages or [[]] * len(completions)]
+        return [self._score(*row) for row in zip(completions, answers, questions, strict=True)]
+
+    def _score(self, completion: str, answer: str | None, question: str) -> float | None:
+        raise NotImplementedError
 
 
 def final_answer(completion: str, sources: Sequence[Source], question: str = "") -> str | None:

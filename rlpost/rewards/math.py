@@ -7,23 +7,12 @@ math-verify library, on the one answer that was found. docs/answers.md says in a
 import logging
 import re
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from rlpost.rewards.answers import (
-    DEFAULT_SOURCES,
-    LONGEST,
-    Percent,
-    Source,
-    check_sources,
-    equal_quantities,
-    final_answer,
-    plain,
-    quantity,
-)
+from rlpost.rewards.answers import LONGEST, AnswerReward, equal_quantities, final_answer, plain, quantity
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every answer that it cannot parse
 
@@ -40,34 +29,14 @@ LARGEST_EXPONENT = 5000
 
 
 @dataclass(frozen=True)
-class MathReward:
+class MathReward(AnswerReward):
     """1 where the answers are equal, else 0; None where the gold cannot be read.
 
     Attributes:
-        sources: where a final answer is looked for, in this order (`answers.final_answer`).
-        percent: drop: 25% is 25; hundredth: 25% is 0.25.
-        precision: decimals to which numbers are compared.
         seconds: how long one comparison may take; one that takes longer is not equal.
     """
 
-    sources: Sequence[Source] = DEFAULT_SOURCES
-    percent: Percent = "drop"
-    precision: int = 6
     seconds: int = 3
-
-    def __post_init__(self) -> None:
-        check_sources(self.sources, "reward.math.sources")
-
-    def __call__(
-        self,
-        *,
-        completions: list[str],
-        answers: list[str | None],
-        messages: list[list[dict[str, Any]]] | None = None,
-        **_: Any,
-    ) -> list[float | None]:
-        questions = [m[-1]["content"] if m else "" for m in messages or [[]] * len(completions)]
-        return [self._score(*row) for row in zip(completions, answers, questions, strict=True)]
 
     def _score(self, completion: str, answer: str | None, question: str) -> float | None:
         gold = None if answer is None else _Gold.read(answer, self)

@@ -214,7 +214,7 @@ def test_sources_are_a_choice() -> None:
     for source, answer in (("phrase", "3"), ("hash", "4"), ("boxed", "5"), ("last", "6"), ("all", text)):
         assert final_answer(text, [source]) == answer
     assert final_answer("6", ["boxed", "hash"]) is None
-    with pytest.raises(UserError, match="'bxed' is none of boxed, hash, phrase, last, all"):
+    with pytest.raises(UserError, match="sources: 'bxed' is none of boxed, hash, phrase, last, all"):
         MathReward(sources=["bxed"])
 
 
