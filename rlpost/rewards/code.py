@@ -1,8 +1,8 @@
 """Completions as programs, run against tests in a process with limits.
 
-Time, memory, the size and number of files and the network are limited; the process sees no environment variables and
-works in a directory that is gone afterwards. It can still read what its user can: run models that you would not trust
-with a shell in a container.
+Time, memory and the size and number of files are limited; the process reaches no network, starts no other process, sees
+no environment variables and works in a directory that is gone afterwards. It can still read what its user can: run models
+that you would not trust with a shell in a container.
 """
 
 import os
@@ -16,12 +16,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rlpost.errors import UserError
 
 _FENCE = re.compile(r"^```[ \t]*(\w*)[ \t]*$", re.MULTILINE)
-LONGEST_PROGRAM = 100_000  # characters
+LONGEST_PROGRAM = 100_000  # bytes; Linux takes no argument longer than 131,071
 OUTPUT_BYTES = 2**20
 OPEN_FILES = 32
 
@@ -37,6 +38,8 @@ sys.__stdout__.write(word)
 sys.__stdout__.flush()
 """
 
+_PYTHON = [sys.executable, "-I", "-S"]
+_CONFINED = str(Path(__file__).with_name("confined.py"))
 _NAMESPACES = ["--net", "--pid", "--ipc", "--fork", "--kill-child"]
 
 
@@ -49,7 +52,8 @@ class CodeReward:
         partial: give the share of the tests that pass.
         seconds: for all tests of a completion together.
         memory_mb: of address space.
-        isolate: cut the program off the network and from other processes (Linux, util-linux's unshare).
+        isolate: cut the program off the network and from other processes, and let it start none (Linux, util-linux's
+            unshare).
 
     Raises: UserError if it cannot be isolated here.
     """
@@ -64,7 +68,7 @@ class CodeReward:
     ) -> None:
         self._tests, self._partial, self._seconds = tests, partial, seconds
         self._memory = memory_mb * 2**20
-        self._prefix = _isolation() if isolate else []
+        self._command = _isolation() if isolate else [*_PYTHON, "-c"]
 
     def __call__(self, *, completions: list[str], **columns: Any) -> list[float | None]:
         tests = columns.get(self._tests) or [None] * len(completions)
@@ -74,7 +78,7 @@ class CodeReward:
         if not tests:
             return None
         program = last_block(completion)
-        if program is None or len(program) > LONGEST_PROGRAM:
+        if program is None or "\0" in program or len(program.encode(errors="replace")) > LONGEST_PROGRAM:
             return 0.0
         deadline = time.monotonic() + self._seconds
         passed = 0
@@ -95,11 +99,11 @@ class CodeReward:
 
     def _run(self, program: str, given: str, seconds: float) -> str | None:
         """What the program writes; None if it fails, or takes too long."""
-        if seconds <= 0 or "\0" in program:
+        if seconds <= 0:
             return None
         with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
-                [*self._prefix, sys.executable, "-I", "-S", "-c", program],
+                [*self._command, program.encode(errors="replace")],
                 cwd=directory,
                 env={"HOME": directory, "TMPDIR": directory},
                 stdin=subprocess.PIPE,
@@ -149,21 +153,21 @@ def _lines(text: str) -> list[str]:
 
 
 def _isolation() -> list[str]:
-    """The command that starts a process without network, in process namespaces of its own."""
+    """The command that starts a program without network or other processes, in process namespaces of its own."""
     reason = "only Linux has namespaces"
     for user in (["--user"], []):  # without a user namespace where that is forbidden and root need not ask
-        command = ["unshare", *user, *_NAMESPACES]
+        command = ["unshare", *user, *_NAMESPACES, *_PYTHON, _CONFINED]
         try:
-            probed = subprocess.run([*command, "true"], capture_output=True, text=True)
+            probed = subprocess.run([*command, "pass"], capture_output=True, text=True)
         except FileNotFoundError:
             reason = "there is no program unshare"
             continue
         if probed.returncode == 0:
             return command
-        reason = probed.stderr.strip()
+        reason = probed.stderr.strip().rpartition("\n")[2]
     raise UserError(
-        f"reward: programs cannot be cut off the network here ({reason}); allow user namespaces, or set isolate=false where "
-        "the run is in a container of its own"
+        f"reward: programs cannot be cut off the network and other processes here ({reason}); allow user namespaces, or set "
+        "isolate=false where the run is in a container of its own"
     )
 
 

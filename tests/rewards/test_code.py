@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -95,7 +94,6 @@ def test_leaving_early_passes_nothing(program: str, reward: CodeReward) -> None:
         "import time\ntime.sleep(60)",
         "10 ** 10 ** 10",
         "while True: print('x' * 1000)",
-        pytest.param("import os\nwhile True: os.fork()", marks=isolated),
     ],
 )
 def test_time_ends_it(program: str) -> None:
@@ -123,25 +121,51 @@ def test_there_is_no_network_and_no_environment(reward: CodeReward, monkeypatch:
 
 
 @isolated
-def test_what_it_starts_ends_with_it(reward: CodeReward, tmp_path: Path) -> None:
-    """A child in a session of its own, which the end of the program's session would miss."""
-    mark = tmp_path / "alive"
+@pytest.mark.parametrize(
+    "start",
+    [
+        "os.fork()",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "subprocess.run(['true'])",
+        "ctypes.CDLL(None).fork() >= 0 or 1 / 0",
+        "ctypes.CDLL(None).syscall(CLONE3, b'\\0' * 64, 64) >= 0 or 1 / 0",
+    ],
+)
+def test_it_starts_no_other_process(start: str, reward: CodeReward) -> None:
+    """Each would end well but for the filter; what has been forked may only look on."""
+    program = f"import ctypes, os, subprocess\nCLONE3 = 435\n{start}"
+    assert score(reward, program, ["pass"]) == 0.0
+    assert score(reward, program, [{"input": "", "output": ""}]) == 0.0
+
+
+@isolated
+def test_it_starts_threads(reward: CodeReward) -> None:
     program = (
-        "import os, time\n"
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    for fd in range(3): os.close(fd)\n"
-        "    while True:\n"
-        f"        open({str(mark)!r}, 'w').write(str(time.time()))\n"
-        "        time.sleep(0.05)\n"
-        "time.sleep(0.5)"
+        "import threading\nthread = threading.Thread(target=print, args=('hello',))\nthread.start(); thread.join()"
     )
-    assert score(reward, program, ["pass"]) == 1.0
-    assert mark.exists()
-    time.sleep(0.3)
-    before = mark.read_text()
-    time.sleep(0.5)
-    assert mark.read_text() == before
+    assert score(reward, program, [{"input": "", "output": "hello"}]) == 1.0
+
+
+@isolated
+def test_it_ends_no_other_process(reward: CodeReward) -> None:
+    """All that it can reach is itself."""
+    assert score(reward, "import os\nassert os.getpid() == 1", ["pass"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("length", "character", "value"),
+    [
+        (99_000, "x", 1.0),
+        (100_000, "x", 0.0),
+        (10, "\u00e9", 1.0),
+        (99_000, "\u00e9", 0.0),
+        (9, "\ud800", 1.0),
+        (1, "\0", 0.0),
+    ],
+)
+def test_any_text_may_be_a_program(length: int, character: str, value: float, reward: CodeReward) -> None:
+    """A longer one is no argument that the system takes, nor is a zero; half a surrogate pair is no text."""
+    assert score(reward, f"print(1)  # {character * length}", [{"input": "", "output": "1"}]) == value
 
 
 def test_threads_may_score_at_once(reward: CodeReward) -> None:
@@ -157,6 +181,7 @@ def test_threads_may_score_at_once(reward: CodeReward) -> None:
 def test_where_it_cannot_be_isolated_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        UserError, match=r"cannot be cut off the network here \(there is no program unshare\).*isolate=false"
+        UserError,
+        match=r"cannot be cut off the network and other processes here \(there is no program unshare\).*isolate",
     ):
         code._isolation()
