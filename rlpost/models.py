@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -32,7 +32,24 @@ class ModelSource(Protocol):
 
 def context_of(directory: Path) -> int | None:
     """The longest sequence the model in a directory takes, in tokens."""
-    return json.loads((directory / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    config = _config(directory)
+    return config.get("text_config", config).get("max_position_embeddings")
+
+
+def takes_images(directory: Path) -> bool:
+    """Whether the model in a directory is a vision-language model."""
+    return "vision_config" in _config(directory)
+
+
+def placeholder_token_ids(directory: Path) -> tuple[int, ...]:
+    """Tokens in whose place the model puts what it sees or hears: in a completion they would stand for nothing."""
+    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
+    config = _config(directory)
+    return tuple(sorted({config[name] for name in names if config.get(name) is not None}))
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text(encoding="utf-8"))
 
 
 def cache_root() -> Path:
@@ -105,7 +122,7 @@ class GGUFPackage:
         return self.context
 
     def directory(self) -> Path:
-        return _cached(f"{Path(self.file).stem.lower()}-{self.sha256[:12]}", self._convert)
+        return cached(f"{Path(self.file).stem.lower()}-{self.sha256[:12]}", self._convert)
 
     def _convert(self, target: Path) -> None:
         spec = importlib.util.find_spec(self.package.replace("-", "_"))
@@ -144,80 +161,7 @@ class GGUFPackage:
                 raise RuntimeError(f"converting {self.file}: {name} differs after saving")
 
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@dataclass(frozen=True)
-class TinyLlama:
-    """A random Llama with a byte-level tokenizer: every part of the real thing, built in a second, for tests."""
-
-    seed: int = 0
-    hidden_size: int = 64
-    num_layers: int = 2
-    num_heads: int = 2
-    num_kv_heads: int = 1
-    tied: bool = True
-    context: int = 4096
-
-    trust_remote_code: ClassVar[bool] = False
-
-    def context_length(self) -> int:
-        return self.context
-
-    def directory(self) -> Path:
-        key = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
-        return _cached(f"tiny-llama-{key}", self._build)
-
-    def _build(self, target: Path) -> None:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        tokenizer = byte_tokenizer()
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=self.hidden_size,
-            intermediate_size=2 * self.hidden_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            max_position_embeddings=self.context,
-            tie_word_embeddings=self.tied,
-            initializer_range=0.1,  # wide enough for distributions that are not flat
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            LlamaForCausalLM(config).save_pretrained(target)
-        tokenizer.save_pretrained(target)
-
-
-def byte_tokenizer() -> Any:
-    """A tokenizer whose tokens are the 256 bytes and three special tokens, with a ChatML template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=special,
-        chat_template=CHATML,
-    )
-
-
-def _cached(name: str, make: Callable[[Path], None]) -> Path:
+def cached(name: str, make: Callable[[Path], None]) -> Path:
     """The cache directory `name`, made once: built beside it and renamed, so it is complete or not there."""
     target = cache_root() / "models" / name
     if target.is_dir():
@@ -240,6 +184,21 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+
+
+def load_processor(directory: Path, trust_remote_code: bool = False) -> Any:
+    """A vision-language model's processor: its tokenizer and what it makes of images."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(directory, trust_remote_code=trust_remote_code)
+
+
+def load_model(directory: Path, dtype: Any, trust_remote_code: bool = False, **settings: Any) -> Any:
+    """The transformers model in a directory, with a head that predicts the next token."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForImageTextToText if takes_images(directory) else AutoModelForCausalLM
+    return kind.from_pretrained(directory, dtype=dtype, trust_remote_code=trust_remote_code, **settings)
 
 
 def end_token_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+IMAGE = "<image>"  # in a message's content: here stands an image
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Example:
     answer: str | None  # the gold answer, None where the task has none
     columns: Mapping[str, Any] = field(default_factory=dict)  # everything else rewards may want
     task: str = ""  # the task it is from, as in eval/<task>/accuracy
+    images: tuple[
+        str | bytes, ...
+    ] = ()  # paths or contents of files, one for each IMAGE in the messages, in their order
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Prompt:
     completion_prefix: str = ""  # the end of `text` that belongs to the answer (and is not trained on)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # settings of its own, in place of the run's
     group_id: int = -1  # given when the prompt is drawn; unique in the run, never derived from the text
+    unexpanded_ids: tuple[int, ...] = ()  # with images: `token_ids` before the processor wrote each as a run of tokens
+
+    @property
+    def images(self) -> tuple[str | bytes, ...]:
+        return self.example.images
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,7 @@ class PackedBatch:
     prompt_lengths: Sequence[int]  # [B]
     completion_masks: Sequence[Tensor]  # [B] of [length] bool
     rollout_ids: Sequence[int]  # [B] index of each sequence among the rollouts that were packed
+    prompts: Sequence[Prompt]  # [R] of the padded layout's rows, [number of groups] of the shared_prefix layout's
 
     old_logprobs: Tensor | None = None  # [T], by the trainer before the update; None: take the current ones
     ref_logprobs: Tensor | None = None  # [T], by the reference model; None: no reference

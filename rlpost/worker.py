@@ -26,10 +26,11 @@ from rlpost.config import build, flat, reward_nodes
 from rlpost.data.mixture import named
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.stream import PromptStream
+from rlpost.data.vision import Vision
 from rlpost.errors import UserError
 from rlpost.evaluate import Correctness, Evaluator
 from rlpost.loop import Interrupted, Loop, LoopSettings
-from rlpost.models import context_of, end_token_ids, load_tokenizer
+from rlpost.models import context_of, end_token_ids, load_processor, load_tokenizer, placeholder_token_ids, takes_images
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
 from rlpost.products import has_bfloat16
@@ -123,6 +124,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     source = build(cfg.model)
     directory = source.directory()
     tokenizer = load_tokenizer(directory, source.trust_remote_code)
+    vision = Vision(load_processor(directory, source.trust_remote_code)) if takes_images(directory) else None
     end_tokens = end_token_ids(directory, tokenizer)
     max_model_len = cfg.prompt.max_tokens + cfg.rollout.max_tokens
     if (context := context_of(directory)) is not None and max_model_len > context:
@@ -133,8 +135,8 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     data = task.load()
     prompt_format = PromptFormat(**cfg.prompt)
     train, kept = ([named(e, task.name) for e in examples] for examples in (data.train, data.held_out))
-    prompts = prompt_format.apply(train, tokenizer, "training")
-    held_out = prompt_format.apply(kept[: cfg.evaluation.max_prompts], tokenizer, "held-out")
+    prompts = prompt_format.apply(train, vision or tokenizer, "training")
+    held_out = prompt_format.apply(kept[: cfg.evaluation.max_prompts], vision or tokenizer, "held-out")
     reward.wait_until_ready()
     objective = _objective(cfg)
     advantage = build(cfg.algorithm.advantage)
@@ -151,6 +153,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         "regex": cfg.rollout.regex,
         "json_schema": cfg.rollout.json_schema,
         "choice": tuple(cfg.rollout.choice),
+        "excluded": placeholder_token_ids(directory),
     }
     sampling = Sampling(
         max_tokens=cfg.rollout.max_tokens,
@@ -165,7 +168,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         prompts = with_own_settings(prompts, cfg.rollout.per_prompt, sampling)
         held_out = with_own_settings(held_out, cfg.rollout.per_prompt, sampling)
     is_plain = all(sampling.of(prompt).is_plain for prompt in prompts)
-    policy = _policy(cfg, directory, source.trust_remote_code, objective, sampling, is_plain)
+    policy = _policy(cfg, directory, source.trust_remote_code, vision, objective, sampling, is_plain)
     gc.freeze()  # vLLM collects garbage several times as it starts
     engine = build(
         cfg.rollout.engine,
@@ -175,7 +178,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         trust_remote_code=source.trust_remote_code,
     )
     if cfg.environment is not None:
-        replies = ReplyFormat(tokenizer, end_tokens)
+        replies = ReplyFormat(vision or tokenizer, end_tokens)
         engine = Episodes(engine, build(cfg.environment), replies, cfg.rollout.max_turns)
     correct = Correctness(
         cfg.evaluation.correct_function or next(iter(reward_nodes(cfg))), cfg.evaluation.correct_threshold
@@ -271,6 +274,7 @@ def _policy(
     cfg: DictConfig,
     directory: Path,
     trust_remote_code: bool,
+    vision: Vision | None,
     objective: Objective,
     sampling: Sampling,
     is_plain: bool,
@@ -278,11 +282,13 @@ def _policy(
     """Args: is_plain: whether every prompt's tokens come from the softmax alone."""
     torch.manual_seed(cfg.seed)
     mesh = distributed.data_mesh()
-    distribution = SamplingDistribution(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+    distribution = SamplingDistribution(
+        sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.excluded
+    )
 
     def scorer(checkpointing: bool) -> trainer_model.TokenScorer:
         language_model = trainer_model.load(directory, cfg.trainer.layout, trust_remote_code).to(distributed.device())
-        return trainer_model.shard(language_model, distribution, mesh, cfg.trainer.precision, checkpointing)
+        return trainer_model.shard(language_model, distribution, mesh, cfg.trainer.precision, checkpointing, vision)
 
     policy_scorer = scorer(cfg.trainer.activation_checkpointing)
     reference = scorer(False) if cfg.algorithm.kl.coef > 0 or cfg.algorithm.kl.measure else None

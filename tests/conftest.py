@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.models import TinyLlama, end_token_ids, load_tokenizer
+from rlpost.data.vision import Vision
+from rlpost.models import end_token_ids, load_processor, load_tokenizer
+from rlpost.tiny import TinyLlama, TinyVisionLlama
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 
@@ -58,6 +60,16 @@ def tiny_tokenizer(tiny_dir: Path) -> Any:
 @pytest.fixture(scope="session")
 def tiny_end_tokens(tiny_dir: Path, tiny_tokenizer: Any) -> tuple[int, ...]:
     return end_token_ids(tiny_dir, tiny_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_dir() -> Path:
+    return TinyVisionLlama().directory()
+
+
+@pytest.fixture(scope="session")
+def vision(tiny_vision_dir: Path) -> Vision:
+    return Vision(load_processor(tiny_vision_dir))
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_every_sweep_composes_and_every_job_is_valid(sweep: str) -> None:
 
 def test_experiments_override_the_defaults() -> None:
     cfg = composed("experiment=debug", "run_dir=x")
-    assert (cfg.name, cfg.steps, cfg.model._target_) == ("debug", 3, "rlpost.models.TinyLlama")
+    assert (cfg.name, cfg.steps, cfg.model._target_) == ("debug", 3, "rlpost.tiny.TinyLlama")
     assert composed("experiment=drgrpo", "run_dir=x").algorithm.advantage.normalize == "none"
 
 

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpost.errors import UserError
-from rlpost.models import GGUFPackage, PathOrHub, TinyLlama, end_token_ids, load_tokenizer
+from rlpost.models import GGUFPackage, PathOrHub, end_token_ids, load_tokenizer
+from rlpost.tiny import TinyLlama
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_tiny_is_built_once_and_alike(cache: Path) -> None:
 
 
 def test_a_build_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.models.byte_tokenizer", lambda: 1 / 0)
+    monkeypatch.setattr("rlpost.tiny.byte_tokenizer", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         TinyLlama().directory()
     assert list((cache / "models").iterdir()) == []

@@ -8,6 +8,7 @@ import mlflow
 import pyarrow.parquet as pq
 import pytest
 
+from tests.images import save
 from tests.rewards.judge_server import judge_server
 from tests.rewards.test_model import save_classifier
 from tests.runs import TINY, exact, rlpost, rows
@@ -166,3 +167,24 @@ def test_gsm8k_with_the_default_model(tmp_path: Path) -> None:
         assert row["reward/math/mean"] in (0, 0.25, 0.5, 0.75, 1)
         assert row["rollout/logprob_diff_max"] < 0.01
         assert row["reward/errors"] == row["reward/not_applicable"] == 0
+
+
+def test_a_model_that_sees_trains_on_images(tmp_path: Path) -> None:
+    """Prompts with one image, two and none, some of them truncated; the engine's and the trainer's view of them agree."""
+    names = save(tmp_path, 12)
+    texts = ["What is this?", "x" * 80 + " What is this?"]
+    tasks = [{"question": texts[i % 2], "answer": str(i), "images": names[i]} for i in range(9)]
+    tasks += [{"question": "First <image>, then <image>?", "answer": "9", "images": names[9:11]}]
+    tasks += [{"question": f"No image, {i}.", "answer": str(i), "images": None} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    task = ["task=jsonl", "task.path=rows.jsonl", "task.images=images", "task.held_out=2"]
+    prompt = ["prompt.max_tokens=80", "prompt.overlong=truncate"]
+    rest = ["rollout.max_logprob_diff=1e-4", "tracking=none", "prompts_per_step=6"]
+    rlpost(tmp_path, *TINY, "model=tiny_vision", *task, *prompt, *rest, *SMALL, "run_dir=run")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    assert all(row["policy/grad_norm"] > 0 for row in rows(tmp_path / "run"))
+    seen = {r["prompt"] for step in (1, 2, 3) for r in completions(tmp_path / "run", step)}
+    assert {prompt.count("<image>") for prompt in seen} == {0, 1, 2}
+    cut = {prompt for prompt in seen if "xx" in prompt}
+    assert cut
+    assert all("<image>" in prompt and len(prompt) < len(texts[1]) + 40 for prompt in cut)

@@ -17,7 +17,7 @@ from tests.conftest import make_rollout
 
 CONFIG = """
 name: small
-model: {_target_: rlpost.models.TinyLlama}
+model: {_target_: rlpost.tiny.TinyLlama}
 reward: {number: {_target_: rlpost.rewards.number.NumberReward}}
 evaluation: {correct_function: null, correct_threshold: 1.0}
 """

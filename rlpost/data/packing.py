@@ -95,11 +95,12 @@ def _batch(
     segment_index = torch.zeros(size, dtype=torch.int64)
     predictors, targets, sequence_index, token_index, masks, logprobs = [], [], [], [], [], []
     active_lengths, advantages, prompt_lengths, rollout_ids, groups = [], [], [], [], []
+    prompts = [rollouts[piece.rollout_ids[0]].prompt for piece in pieces]
 
     place = 0
     for number, piece in enumerate(pieces):
         start = place if one_row else number * shape[1]
-        prompt = rollouts[piece.rollout_ids[0]].prompt.token_ids
+        prompt = prompts[number].token_ids
         n = len(prompt)
         lengths = tuple(len(rollouts[index].completion.token_ids) for index in piece.rollout_ids)
         groups.append(PackedGroup(start, n, lengths))
@@ -144,6 +145,7 @@ def _batch(
         prompt_lengths=prompt_lengths,
         completion_masks=masks,
         rollout_ids=rollout_ids,
+        prompts=prompts,
     )
 
 
@@ -177,6 +179,7 @@ def empty_batch(layout: Layout = "shared_prefix") -> PackedBatch:
         prompt_lengths=[],
         completion_masks=[],
         rollout_ids=[],
+        prompts=[],
     )
 
 

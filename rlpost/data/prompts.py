@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlpost.data.vision import Vision
 from rlpost.errors import UserError
 from rlpost.types import Example, Prompt
 
@@ -34,16 +35,15 @@ class PromptFormat:
     def apply(self, examples: Sequence[Example], tokenizer: Any, what: str) -> list[Prompt]:
         """Tokenise all examples; counts of filtered and truncated prompts go to the log.
 
+        Args: tokenizer: or a `Vision`, for a model that takes images.
+
         Raises: UserError if the tokenizer has no chat template, a prompt is overlong and `overlong` is
             "refuse", or none is left.
         """
         prompts: list[Prompt] = []
         num_overlong = 0
         for row, example in enumerate(examples, start=1):
-            text = self._render(example, tokenizer)
-            # The template writes the special tokens itself; adding them again would double the BOS. Plain text
-            # gets those the tokenizer adds to any text.
-            token_ids = tokenizer.encode(text, add_special_tokens=self.template == "plain")
+            text, token_ids, unexpanded_ids = self._encode(example, tokenizer)
             if len(token_ids) > self.max_tokens:
                 num_overlong += 1
                 if self.overlong == "refuse":
@@ -53,9 +53,12 @@ class PromptFormat:
                     )
                 if self.overlong == "filter":
                     continue
-                token_ids = token_ids[-self.max_tokens :]
-                text = tokenizer.decode(token_ids)
-            prompts.append(Prompt(example, tuple(token_ids), text, self.completion_prefix))
+                text, token_ids, unexpanded_ids = self._truncated(
+                    example, text, token_ids, tokenizer, f"{what} prompt {row}"
+                )
+            prompts.append(
+                Prompt(example, tuple(token_ids), text, self.completion_prefix, unexpanded_ids=tuple(unexpanded_ids))
+            )
         if num_overlong:
             done = "left out" if self.overlong == "filter" else "truncated"
             log.warning(
@@ -68,11 +71,42 @@ class PromptFormat:
             )
         return prompts
 
+    def _encode(self, example: Example, tokenizer: Any) -> tuple[str, list[int], list[int]]:
+        """Text and ids, and with images the ids before they were expanded."""
+        text = self._render(example, tokenizer)
+        if example.images:
+            if not isinstance(tokenizer, Vision):
+                raise UserError(
+                    "the task has images, and the model takes none: choose one that does (model=tiny_vision)"
+                )
+            return text, *tokenizer.encode(text, example.images)
+        if isinstance(tokenizer, Vision):
+            tokenizer = tokenizer.tokenizer
+        # The template writes the special tokens itself; adding them again would double the BOS. Plain text
+        # gets those the tokenizer adds to any text.
+        return text, tokenizer.encode(text, add_special_tokens=self.template == "plain"), []
+
+    def _truncated(
+        self, example: Example, text: str, token_ids: list[int], tokenizer: Any, what: str
+    ) -> tuple[str, list[int], list[int]]:
+        if not example.images:
+            token_ids = token_ids[-self.max_tokens :]
+            return tokenizer.decode(token_ids), token_ids, []
+        shorter = tokenizer.truncated(text, example.images, self.max_tokens)
+        if shorter is None:
+            raise UserError(
+                f"{what}: its images and special tokens alone are over prompt.max_tokens={self.max_tokens}; raise it, or set "
+                "prompt.overlong=filter"
+            )
+        return shorter, *tokenizer.encode(shorter, example.images)
+
     def _render(self, example: Example, tokenizer: Any) -> str:
         messages = [dict(message) for message in example.messages]
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system})
         if self.template == "plain":
+            if example.images:
+                raise UserError("prompt.template=plain writes no images; set it to chat")
             return "\n\n".join(message["content"] for message in messages) + self.completion_prefix
         if tokenizer.chat_template is None:
             raise UserError("the model's tokenizer has no chat template; set prompt.template=plain")

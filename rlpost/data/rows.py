@@ -1,13 +1,15 @@
 """Rows of files and datasets become examples: which field is what, which rows are wanted."""
 
+import io
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlpost.data.split import user_message
 from rlpost.errors import UserError
-from rlpost.types import Example
+from rlpost.types import IMAGE, Example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,9 @@ class RowFormat:
         question, answer: names of the fields. A question may be a text or a list of chat messages; answer null: none.
         answer_pattern: a regular expression whose last match in the answer field is the gold answer (its
             group 1 if it has one); GSM8K's is '####\\s*(.+)'. null: the field as it is.
+        images: a field with an image or a list of them: paths, which start at the file's directory, contents of files, or the
+            datasets library's images. Each stands where the question has "<image>", or an image part; all before the
+            first user message where it has none.
         columns: other names for fields, as rewards are to see them: {tests: unit_tests}.
         where: the rows that are wanted, by field: a value, a list of values, or {min: 1, max: 3}.
         held_out: how many rows are held out where no file or split has them.
@@ -27,6 +32,7 @@ class RowFormat:
     question: str = "question"
     answer: str | None = "answer"
     answer_pattern: str | None = None
+    images: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     where: Mapping[str, Any] = field(default_factory=dict)
     held_out: int = 64
@@ -34,9 +40,12 @@ class RowFormat:
     split_seed: int = 0
     name: str = ""
 
-    def examples(self, rows: Iterable[tuple[Any, str]]) -> list[Example]:
-        """Args: rows: each with where it stands, for errors."""
-        to_example = self._example_maker()
+    def examples(self, rows: Iterable[tuple[Any, str]], directory: Path | None = None) -> list[Example]:
+        """Args:
+        rows: each with where it stands, for errors.
+        directory: where relative paths of images start.
+        """
+        to_example = self._example_maker(directory)
         found: list[Example] = []
         for row, place in rows:
             if self.limit is not None and len(found) >= self.limit:
@@ -47,7 +56,7 @@ class RowFormat:
                 found.append(to_example(row, place))
         return found
 
-    def _example_maker(self) -> Callable[[Mapping[str, Any], str], Example]:
+    def _example_maker(self, directory: Path | None) -> Callable[[Mapping[str, Any], str], Example]:
         try:
             pattern = re.compile(self.answer_pattern) if self.answer_pattern is not None else None
         except re.error as error:
@@ -55,7 +64,7 @@ class RowFormat:
         question, answer = self.question, self.answer
 
         def to_example(row: Mapping[str, Any], place: str) -> Example:
-            for key, name in (("question", question), ("answer", answer)):
+            for key, name in (("question", question), ("answer", answer), ("images", self.images)):
                 if name is not None and name not in row:
                     raise UserError(f"{place}: no field {name!r}; it has {_fields(row)}: set task.{key} to one of them")
             asked = row[question]
@@ -68,12 +77,17 @@ class RowFormat:
                         f"{place}: task.answer_pattern={self.answer_pattern} matches nothing in {gold[-60:]!r}"
                     )
                 gold = matches[-1].group(1 if pattern.groups else 0).strip()
-            kept = {name: value for name, value in row.items() if name not in (question, answer)}
+            images = (
+                () if self.images is None else _images(row[self.images], f"{place}, field {self.images!r}", directory)
+            )
+            if images:
+                messages = _with_places(messages, len(images), place)
+            kept = {name: value for name, value in row.items() if name not in (question, answer, self.images)}
             for new, old in self.columns.items():
                 if old not in row:
                     raise UserError(f"{place}: no field {old!r}; it has {_fields(row)}: set task.columns.{new} to one")
                 kept[new] = row[old]
-            return Example(messages, gold, kept)
+            return Example(messages, gold, kept, images=images)
 
         return to_example
 
@@ -97,11 +111,57 @@ def _fields(row: Mapping[str, Any]) -> str:
 
 
 def _messages(value: Any, place: str, name: str) -> tuple[Mapping[str, str], ...]:
-    well_formed = (
-        isinstance(value, list)
-        and value
-        and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in value)
-    )
-    if not well_formed:
+    try:
+        messages = tuple({"role": str(m["role"]), "content": _content(m["content"])} for m in value)
+    except (TypeError, KeyError):
+        messages = ()
+    if not messages:
         raise UserError(f"{place}: field {name!r} must be a text or a list of messages with role and content")
-    return tuple({"role": str(m["role"]), "content": m["content"]} for m in value)
+    return messages
+
+
+def _content(value: Any) -> str:
+    """A message's text; one in parts becomes one text, with IMAGE for each image.
+
+    Raises: TypeError, KeyError for anything else.
+    """
+    if isinstance(value, str):
+        return value
+    return "".join(IMAGE if part["type"] == "image" else part["text"] for part in value)
+
+
+def _with_places(messages: tuple[Mapping[str, str], ...], num_images: int, place: str) -> tuple[Mapping[str, str], ...]:
+    """Messages with a place for each image."""
+    found = sum(message["content"].count(IMAGE) for message in messages)
+    if found not in (0, num_images):
+        raise UserError(f"{place}: {num_images} images, but {found} places for one ({IMAGE}) in the messages")
+    if found:
+        return messages
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+    here = {**messages[first], "content": IMAGE * num_images + messages[first]["content"]}
+    return (*messages[:first], here, *messages[first + 1 :])
+
+
+def _images(value: Any, place: str, directory: Path | None) -> tuple[str | bytes, ...]:
+    """A field's images as files or their contents."""
+    values = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return tuple(_image(one, place, directory) for one in values)
+
+
+def _image(value: Any, place: str, directory: Path | None) -> str | bytes:
+    if isinstance(value, Mapping):  # parquet files as the datasets library writes them
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        path = (directory or Path()) / Path(value).expanduser()
+        if not path.is_file():
+            raise UserError(f"{place}: no such file: {path}")
+        return str(path)
+    if not hasattr(value, "save"):  # a PIL image, from the datasets library
+        raise UserError(
+            f"{place}: a path, the content of a file or a list of them is expected, not {type(value).__name__}"
+        )
+    content = io.BytesIO()
+    value.save(content, format="PNG")
+    return content.getvalue()

@@ -103,7 +103,7 @@ class _RowFile(RowFormat):
         file = Path(path).expanduser()
         if not file.is_file():
             raise UserError(f"{key}={path}: no such file (relative paths start at {Path.cwd()})")
-        examples = self.examples(self._rows(file))
+        examples = self.examples(self._rows(file), file.parent)
         if not examples:
             raise UserError(f"{key}={path}: the file has no rows" + (" that task.where wants" if self.where else ""))
         return examples

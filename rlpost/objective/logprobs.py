@@ -25,16 +25,18 @@ class SamplingDistribution:
         top_p: the smallest set of tokens with at least this probability; top_k: the k most probable ones, 0 is all;
             min_p: those with at least this share of the most probable one's probability. As engines cut: min_p first,
             then top_k, then top_p of what is left.
+        excluded: tokens that are never drawn.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    excluded: tuple[int, ...] = ()
 
     @property
     def is_cut(self) -> bool:
-        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
+        return (self.top_p, self.top_k, self.min_p, self.excluded) != (1.0, 0, 0.0, ())
 
     def cut(self, logits: Tensor, targets: Tensor) -> None:
         """Set what is outside of the support to -inf, in place. A target, having been drawn, is always inside.
@@ -42,6 +44,7 @@ class SamplingDistribution:
         Args: logits [T, V], divided by the temperature; targets [T].
         """
         chosen = logits.gather(-1, targets.unsqueeze(-1))
+        logits[:, list(self.excluded)] = -math.inf
         if self.min_p > 0:
             logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + math.log(self.min_p), -math.inf)
         if 0 < self.top_k < logits.shape[-1]:

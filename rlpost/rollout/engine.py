@@ -21,6 +21,7 @@ class Sampling:
         max_tokens: the longest completion, its end token counted.
         bad_words: texts that are never written.
         logit_bias: added to a token's logit, by token id.
+        excluded: tokens that are never drawn: those that stand for images.
         regex, json_schema, choice: at most one of them: what a completion must match, be valid under (as JSON text), or
             be one of. Tokens that would break it have probability 0.
     """
@@ -34,6 +35,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    excluded: tuple[int, ...] = ()
     regex: str | None = None
     json_schema: str | None = None
     choice: tuple[str, ...] = ()
@@ -51,8 +53,13 @@ class Sampling:
         return replace(self, **prompt.sampling) if prompt.sampling else self
 
     @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias`, and for excluded tokens one that leaves them no probability (engines take -100 to 100)."""
+        return {**self.logit_bias, **dict.fromkeys(self.excluded, -100.0)}
+
+    @property
     def is_plain(self) -> bool:
-        """Whether tokens come from softmax(logits / temperature), nothing cut off, penalised, biased or guided."""
+        """Whether tokens come from the softmax of what is not excluded, nothing cut off, penalised, biased or guided."""
         cut = (self.top_p, self.top_k, self.min_p, self.repetition_penalty) != (1.0, 0, 0.0, 1.0)
         return not (cut or self.bad_words or self.logit_bias or self.is_guided)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlpost.data.vision import Vision
 from rlpost.environments.protocol import Environment, Episode
 from rlpost.errors import UserError
 from rlpost.rollout.engine import Engine, Sampling
@@ -20,11 +21,14 @@ from rlpost.types import Completion, Prompt
 class ReplyFormat:
     """How replies stand between two turns of the model, from the chat template.
 
+    Args: template: a tokenizer, or a `Vision`.
+
     Raises: UserError if the template rewrites earlier turns, so that there is no such place.
     """
 
-    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, template: Any, end_token_ids: Sequence[int]) -> None:
+        self._template = template
+        self._tokenizer = tokenizer = template.tokenizer if isinstance(template, Vision) else template
         self._end_tokens = {token: tokenizer.decode([token]) for token in end_token_ids}
 
     def token_ids(self, messages: Sequence[Mapping[str, str]], last_token: int) -> list[int]:
@@ -43,7 +47,7 @@ class ReplyFormat:
         return self._tokenizer.encode(end + after[len(before) :], add_special_tokens=False)
 
     def _render(self, messages: Sequence[Mapping[str, str]], generate: bool) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+        return self._template.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
 
 
 @dataclass
@@ -126,6 +130,7 @@ class Episodes:
         return replace(
             prompt,
             token_ids=(*prompt.token_ids, *episode.token_ids),
+            unexpanded_ids=(*prompt.unexpanded_ids, *episode.token_ids),
             sampling={**prompt.sampling, "max_tokens": left},
         )
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -15,8 +14,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from rlpost.data.vision import Vision
 from rlpost.errors import UserError
-from rlpost.models import load_tokenizer
+from rlpost.models import load_model, load_processor, load_tokenizer, takes_images
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.types import Completion, Prompt
 
@@ -41,13 +41,12 @@ class TransformersEngine:
         trust_remote_code: bool = False,
     ) -> None:
         self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        self._model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-        ).to(self._device)
+        self._model = load_model(directory, getattr(torch, dtype), trust_remote_code).to(self._device)
         self._model.eval()
         # generate() fills what a call leaves open from here; end tokens are given explicitly.
         self._model.generation_config = GenerationConfig()
         self._tokenizer = load_tokenizer(directory, trust_remote_code)
+        self._vision = Vision(load_processor(directory, trust_remote_code)) if takes_images(directory) else None
         self._end_token_ids = list(end_token_ids)
         self._max_model_len = max_model_len
         self._batch_size = batch_size
@@ -94,10 +93,13 @@ class TransformersEngine:
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
             mask[row, width - len(prompt.token_ids) :] = 1
+        starts = [width - len(prompt.token_ids) for prompt in prompts]
+        images = self._vision.model_inputs(prompts, starts, width) if self._vision else {}
         sampler = _SeededSampler(seeds, sampling.temperature)
         output = self._model.generate(
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),
+            **{name: values.to(self._device) for name, values in images.items()},
             generation_config=self._config(sampling),
             logits_processor=LogitsProcessorList([*self._restrictions(sampling), *_warpers(sampling), sampler]),
             tokenizer=self._tokenizer if sampling.stop else None,
@@ -111,8 +113,8 @@ class TransformersEngine:
     def _restrictions(self, sampling: Sampling) -> list[LogitsProcessor]:
         """On the logits themselves, before the temperature, as vLLM orders them."""
         restrictions: list[LogitsProcessor] = []
-        if sampling.logit_bias:
-            biases = {(token,): float(bias) for token, bias in sampling.logit_bias.items()}
+        if sampling.biases:
+            biases = {(token,): bias for token, bias in sampling.biases.items()}
             restrictions.append(SequenceBiasLogitsProcessor(biases))
         if sampling.bad_words:
             # Within a text a word is written with a blank before it, at its beginning without.

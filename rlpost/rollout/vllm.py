@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from rlpost.data.vision import open_image
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.types import Completion, Prompt
 
@@ -88,19 +89,25 @@ class VLLMEngine:
         check_fits(prompts, sampling, self._max_model_len)
         # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
         self._llm.reset_prefix_cache()
-        requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
+        requests = [_request(prompt) for prompt in prompts]
         params = [self._params(sampling.of(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
         first, *_ = map(_number, self._llm.enqueue(requests, params, use_tqdm=False))
         engine = self._llm.llm_engine
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    yield _number(output.request_id) - first, self._completion(output.outputs[0])
+                    place = _number(output.request_id) - first
+                    if tuple(output.prompt_token_ids) != prompts[place].token_ids:
+                        raise RuntimeError(
+                            "vLLM continued other tokens than it was given: it expands images differently"
+                        )
+                    yield place, self._completion(output.outputs[0])
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
         self._llm.apply_model(_refresh_head)
         self._llm.reset_prefix_cache()
+        self._llm.llm_engine.reset_encoder_cache()  # what images looked like to the old weights
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -114,7 +121,7 @@ class VLLMEngine:
             repetition_penalty=sampling.repetition_penalty,
             stop=list(sampling.stop) or None,
             bad_words=list(sampling.bad_words) or None,
-            logit_bias=dict(sampling.logit_bias) or None,
+            logit_bias=sampling.biases or None,
             structured_outputs=_guide(sampling) if sampling.is_guided else None,
             stop_token_ids=self._end_token_ids,
             max_tokens=sampling.max_tokens,
@@ -128,6 +135,13 @@ class VLLMEngine:
         logprobs = tuple(at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True))
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return Completion(token_ids, logprobs, text, "length" if output.finish_reason == "length" else "stop")
+
+
+def _request(prompt: Prompt) -> dict[str, Any]:
+    if not prompt.images:
+        return {"prompt_token_ids": list(prompt.token_ids)}
+    images = [open_image(source) for source in prompt.images]
+    return {"prompt_token_ids": list(prompt.unexpanded_ids), "multi_modal_data": {"image": images}}
 
 
 def _guide(sampling: Sampling) -> StructuredOutputsParams:

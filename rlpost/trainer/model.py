@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlpost.data.packing import Layout
+from rlpost.data.vision import Vision
 from rlpost.errors import UserError
+from rlpost.models import load_model
 from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
 from rlpost.trainer import distributed
 from rlpost.trainer.attention import PACKED, block_mask, plan
@@ -29,10 +31,13 @@ class TokenScorer(nn.Module):
     The head runs on the positions that predict a completion token only, and on a chunk of them at a time.
     """
 
-    def __init__(self, language_model: nn.Module, distribution: SamplingDistribution) -> None:
+    def __init__(
+        self, language_model: nn.Module, distribution: SamplingDistribution, vision: Vision | None = None
+    ) -> None:
         super().__init__()
         self.language_model = language_model
         self.distribution = distribution
+        self.vision = vision
 
     @property
     def layout(self) -> Layout:
@@ -56,7 +61,7 @@ class TokenScorer(nn.Module):
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Returns: logprobs [T] and entropy [T] under the sampling distribution, both with gradient."""
-        hidden = _hidden_states(self.language_model, batch)
+        hidden = _hidden_states(self.language_model, batch, self.vision)
         # Not hidden[index]: completions share their prompt's last position, and the gradient of plain indexing adds up
         # such repeats in whatever order the threads come, so a run would not repeat to the last bit.
         predicting = hidden.flatten(0, 1).index_select(0, batch.predictor_index)
@@ -64,8 +69,10 @@ class TokenScorer(nn.Module):
         return token_logprobs(predicting, head, batch.target_ids, self.distribution)
 
 
-def _hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
+def _hidden_states(model: nn.Module, batch: PackedBatch, vision: Vision | None) -> Tensor:
     """[R, W, H]: a completion's are those of its prompt and itself alone, in either layout."""
+    if vision is not None:
+        return _hidden_states_with_images(model, batch, vision)
     implementation = model.config._attn_implementation
     if implementation == PACKED:
         attention: dict[str, Any] = {"packed": plan(batch.groups, batch.input_ids.device)}
@@ -78,6 +85,22 @@ def _hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
     ).last_hidden_state
 
 
+def _hidden_states_with_images(model: nn.Module, batch: PackedBatch, vision: Vision) -> Tensor:
+    """Of the padded layout. The model counts positions itself: those of an image may have two dimensions."""
+    rows, width = batch.input_ids.shape
+    images = vision.model_inputs(batch.prompts, [0] * rows, width)
+    hidden = model.base_model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.group_index >= 0,
+        use_cache=False,
+        **{name: values.to(batch.input_ids.device) for name, values in images.items()},
+    ).last_hidden_state
+    if images or not hidden.requires_grad:
+        return hidden
+    # Where no row has an image the vision tower has no gradient, and ranks that have one would wait for it.
+    return hidden + 0 * sum(parameter.sum() for parameter in model.parameters())
+
+
 def load(directory: Path, layout: Layout = "shared_prefix", trust_remote_code: bool = False) -> nn.Module:
     """A causal language model with float32 weights (the optimizer's masters), dropout off.
 
@@ -86,11 +109,7 @@ def load(directory: Path, layout: Layout = "shared_prefix", trust_remote_code: b
 
     Raises: UserError for an architecture whose logits are not its head's output alone.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
-    )
+    model = load_model(directory, torch.float32, trust_remote_code, attn_implementation="sdpa")
     model.eval()  # dropout would make sampling and training disagree; gradients flow all the same
     _check_plain_head(model)
     if layout == "shared_prefix":
@@ -105,6 +124,8 @@ def load(directory: Path, layout: Layout = "shared_prefix", trust_remote_code: b
 @torch.no_grad()
 def _why_not_packed(model: nn.Module) -> str | None:
     """Why the model cannot take the shared_prefix layout; None if it can."""
+    if hasattr(model.config, "vision_config"):
+        return "it takes images"
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
@@ -140,17 +161,20 @@ def shard(
     mesh: DeviceMesh,
     precision: Precision = "float32",
     activation_checkpointing: bool = False,
+    vision: Vision | None = None,
 ) -> TokenScorer:
     """Wrap and shard with `fully_shard`: a unit per block, and the root with embeddings and head.
 
     Gradients are summed over ranks, not averaged: the objective's weights hold the step's denominators already. One
     rank in float32 has nothing to shard and nothing to cast, and is spared the copies.
+
+    Args: vision: of a model that takes images.
     """
     if activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only
         _disable_dropout(model)
-    scorer = TokenScorer(model, distribution)
+    scorer = TokenScorer(model, distribution, vision)
     alone = mesh.size() == 1
     if alone and precision == "float32":
         return scorer
@@ -172,9 +196,12 @@ def shard(
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, by the class names the architecture declares as not to be split."""
+    """The language model's blocks, by the class names that the architecture declares as not to be split.
+
+    A vision tower's belong to the root: ranks gather blocks together, and a rank without an image does not come to them.
+    """
     names = set(getattr(model, "_no_split_modules", None) or [])
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [module for module in model.get_decoder().modules() if type(module).__name__ in names]
 
 
 def _disable_dropout(model: nn.Module) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from rlpost.models import TinyLlama
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
+from rlpost.tiny import TinyLlama
 from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
