@@ -46,6 +46,7 @@ class PromptConfig:
     completion_prefix: str = ""
     max_tokens: int = 256
     overlong: str = "filter"  # refuse, filter, truncate
+    tools: str | None = None  # a column of the task with the tools that a prompt describes, as JSON schemas
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from rlpost.models import cached
 
 CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -154,5 +155,5 @@ def _for(tokenizer: Any) -> dict[str, Any]:
 
 
 def _key(source: Any) -> str:
-    """Of the settings: another one is another directory."""
-    return hashlib.sha256(json.dumps(asdict(source), sort_keys=True).encode()).hexdigest()[:12]
+    """Of the settings and the template: another one is another directory."""
+    return hashlib.sha256(json.dumps([asdict(source), CHATML], sort_keys=True).encode()).hexdigest()[:12]

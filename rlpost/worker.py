@@ -134,9 +134,11 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
     task = build(cfg.task)
     data = task.load()
     prompt_format = PromptFormat(**cfg.prompt)
+    environment = None if cfg.environment is None else build(cfg.environment)
+    tools = getattr(environment, "tools", ())
     train, kept = ([named(e, task.name) for e in examples] for examples in (data.train, data.held_out))
-    prompts = prompt_format.apply(train, vision or tokenizer, "training")
-    held_out = prompt_format.apply(kept[: cfg.evaluation.max_prompts], vision or tokenizer, "held-out")
+    prompts = prompt_format.apply(train, vision or tokenizer, "training", tools)
+    held_out = prompt_format.apply(kept[: cfg.evaluation.max_prompts], vision or tokenizer, "held-out", tools)
     reward.wait_until_ready()
     objective = _objective(cfg)
     advantage = build(cfg.algorithm.advantage)
@@ -177,9 +179,8 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         max_model_len=max_model_len,
         trust_remote_code=source.trust_remote_code,
     )
-    if cfg.environment is not None:
-        replies = ReplyFormat(vision or tokenizer, end_tokens)
-        engine = Episodes(engine, build(cfg.environment), replies, cfg.rollout.max_turns)
+    if environment is not None:
+        engine = Episodes(engine, environment, ReplyFormat(vision or tokenizer, end_tokens), cfg.rollout.max_turns)
     correct = Correctness(
         cfg.evaluation.correct_function or next(iter(reward_nodes(cfg))), cfg.evaluation.correct_threshold
     )

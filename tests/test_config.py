@@ -24,6 +24,7 @@ NEEDS["experiment=gsm8k"] = NEEDS["task=parquet"] = ["task.path=x"]
 NEEDS["task=mixture"] = ["+task@task.tasks.sums=addition"]
 NEEDS["reward=model"] = ["reward.model.path=x"]
 NEEDS["reward=judge"] = ["reward.judge.model=x"]
+NEEDS["environment=tools"] = ["environment.functions=[{_target_: rlpost.suggest.nearest, _partial_: true}]"]
 EXAMPLE = ROOT / "docs" / "examples" / "miles_reducer.py"
 NEEDS["reducer=function"] = [f"reducer.path={EXAMPLE}:get_pg_loss_reducer", "plugins.allow=[miles_reducer]"]
 

@@ -138,6 +138,25 @@ def test_the_calculator_trains(tmp_path: Path) -> None:
     assert exact(tmp_path / "again") == exact(tmp_path / "run")
 
 
+def test_tools_are_shown_called_and_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def double(number: int) -> int:\n"
+        '    """Doubles.\n\n    Args:\n        number: what to double.\n    """\n'
+        "    return 2 * number\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    functions = ["environment=tools", "environment.functions=[{_target_: mine.double, _partial_: true}]"]
+    call = r"<tool_call>\{\"name\": \"double\", \"arguments\": \{\"number\": [1-9]\}\}</tool_call>"
+    guided = [f"rollout.regex='{call}'", "rollout.max_turns=2", "rollout.max_tokens=240", "prompt.max_tokens=600"]
+    rest = ["plugins.allow=[mine]", "tracking=none", "steps=1", "run_dir=run"]
+    rlpost(tmp_path, *TINY, *functions, *guided, *rest, *SMALL)
+    for r in completions(tmp_path / "run", 1):
+        assert '"name": "double", "description": "Doubles."' in r["prompt"]
+        first, reply, _ = r["episode"]
+        asked = json.loads(first.partition("<tool_call>")[2].partition("</tool_call>")[0])
+        assert reply == f"tool: {2 * asked['arguments']['number']}"
+
+
 def test_prompts_with_settings_of_their_own_train(tmp_path: Path) -> None:
     own = [{"regex": "[0-9]{2}"}, {"max_tokens": 5}, None, {"stop": ["e"]}]
     lines = [{"question": f"{i}?", "answer": "1", "settings": own[i % 4]} for i in range(8)]

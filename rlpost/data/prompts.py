@@ -1,7 +1,8 @@
 """Examples become prompts: the chat template once, then token ids, then the length limit."""
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ class PromptFormat:
         completion_prefix: text the answer starts with; part of the prompt, so it is not trained on, and part
             of the answer, so rewards see it.
         max_tokens: the longest prompt, in tokens.
+        tools: a column of the examples with the tools that their prompts describe, as JSON schemas or text of them; what an
+            environment offers is described in any case.
         overlong: "refuse" stops the run, "filter" drops the prompt, "truncate" cuts its beginning.
     """
 
@@ -31,11 +34,16 @@ class PromptFormat:
     completion_prefix: str = ""
     max_tokens: int = 256
     overlong: Literal["refuse", "filter", "truncate"] = "filter"
+    tools: str | None = None
 
-    def apply(self, examples: Sequence[Example], tokenizer: Any, what: str) -> list[Prompt]:
+    def apply(
+        self, examples: Sequence[Example], tokenizer: Any, what: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Prompt]:
         """Tokenise all examples; counts of filtered and truncated prompts go to the log.
 
-        Args: tokenizer: or a `Vision`, for a model that takes images.
+        Args:
+            tokenizer: or a `Vision`, for a model that takes images.
+            tools: an environment's, as JSON schemas.
 
         Raises: UserError if the tokenizer has no chat template, a prompt is overlong and `overlong` is
             "refuse", or none is left.
@@ -43,7 +51,7 @@ class PromptFormat:
         prompts: list[Prompt] = []
         num_overlong = 0
         for row, example in enumerate(examples, start=1):
-            text, token_ids, unexpanded_ids = self._encode(example, tokenizer)
+            text, token_ids, unexpanded_ids = self._encode(example, tokenizer, tools)
             if len(token_ids) > self.max_tokens:
                 num_overlong += 1
                 if self.overlong == "refuse":
@@ -71,9 +79,11 @@ class PromptFormat:
             )
         return prompts
 
-    def _encode(self, example: Example, tokenizer: Any) -> tuple[str, list[int], list[int]]:
+    def _encode(
+        self, example: Example, tokenizer: Any, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[int], list[int]]:
         """Text and ids, and with images the ids before they were expanded."""
-        text = self._render(example, tokenizer)
+        text = self._render(example, tokenizer, [*tools, *self._own_tools(example)])
         if example.images:
             if not isinstance(tokenizer, Vision):
                 raise UserError(
@@ -100,7 +110,17 @@ class PromptFormat:
             )
         return shorter, *tokenizer.encode(shorter, example.images)
 
-    def _render(self, example: Example, tokenizer: Any) -> str:
+    def _own_tools(self, example: Example) -> list[Mapping[str, Any]]:
+        given = example.columns.get(self.tools) if self.tools else None
+        try:
+            own = json.loads(given) if isinstance(given, str) else given or []
+        except ValueError:
+            own = None
+        if not (isinstance(own, list) and all(isinstance(tool, Mapping) for tool in own)):
+            raise UserError(f"prompt.tools={self.tools}: a list of JSON schemas is expected in each row, not {given!r}")
+        return own
+
+    def _render(self, example: Example, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
         messages = [dict(message) for message in example.messages]
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system})
@@ -110,5 +130,13 @@ class PromptFormat:
             return "\n\n".join(message["content"] for message in messages) + self.completion_prefix
         if tokenizer.chat_template is None:
             raise UserError("the model's tokenizer has no chat template; set prompt.template=plain")
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
+        for tool in tools:
+            name = tool.get("function", tool).get("name", "")
+            if name not in rendered:
+                raise UserError(
+                    f"the model's chat template does not describe tools ({name}); choose a model made for them"
+                )
         return rendered + self.completion_prefix

@@ -31,6 +31,8 @@ class Episode(Protocol):
 class Environment(Protocol):
     stop: Sequence[str]  # strings that end a turn, beside the run's own
 
+    # tools: optionally, JSON schemas of what the model may call, for its chat template
+
     def reset(self, example: Example, seed: int) -> Episode:
         """A fresh episode of an example; its randomness, if any, is a function of the seed."""
         ...
