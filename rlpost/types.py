@@ -78,8 +78,12 @@ class Rollout:
 
     @property
     def answer_text(self) -> str:
-        """The whole answer as a reader sees it: the completion prefix and what was sampled after it."""
-        return self.prompt.completion_prefix + self.completion.text
+        """The whole answer as a reader sees it: the completion prefix and what was sampled after it.
+
+        Of several turns the last one, which only a first one has the prefix before it.
+        """
+        later = sum(message["role"] == "assistant" for message in self.completion.messages) > 1
+        return self.completion.text if later else self.prompt.completion_prefix + self.completion.text
 
 
 @dataclass(frozen=True)

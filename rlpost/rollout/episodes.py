@@ -62,11 +62,11 @@ class _Running:
     turns: int = 0
     reward: float = 0.0
 
-    def add_turn(self, turn: Completion) -> None:
+    def add_turn(self, turn: Completion, text: str) -> None:
         self.token_ids += turn.token_ids
         self.logprobs += turn.rollout_logprobs
         self.sampled += [True] * len(turn.token_ids)
-        self.messages.append({"role": "assistant", "content": turn.text})
+        self.messages.append({"role": "assistant", "content": text})
         self.turns += 1
 
     def add_reply(self, messages: Sequence[Mapping[str, str]], token_ids: Sequence[int]) -> None:
@@ -115,7 +115,7 @@ class Episodes:
             turn_seeds = [_turn_seed(seeds[p], running[p].turns) for p in places]
             for number, turn in self._engine.generate(continued, turn_seeds, sampling):
                 place = places[number]
-                if (whole := self._after(running[place], turn, limits[place])) is not None:
+                if (whole := self._after(running[place], turn, prompts[place], limits[place])) is not None:
                     del running[place]
                     yield place, whole
 
@@ -134,12 +134,13 @@ class Episodes:
             sampling={**prompt.sampling, "max_tokens": left},
         )
 
-    def _after(self, running: _Running, turn: Completion, limit: int) -> Completion | None:
+    def _after(self, running: _Running, turn: Completion, prompt: Prompt, limit: int) -> Completion | None:
         """The whole completion if the episode is over with this turn; None if it goes on."""
-        running.add_turn(turn)
+        text = turn.text if running.turns else prompt.completion_prefix + turn.text
+        running.add_turn(turn, text)
         if turn.finish_reason == "length":
             return running.completion(turn)
-        reply = running.episode.step(turn.text)
+        reply = running.episode.step(text)
         running.reward += reply.reward
         if reply.done or running.turns >= self._max_turns:
             return running.completion(turn)

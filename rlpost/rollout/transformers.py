@@ -57,9 +57,7 @@ class TransformersEngine:
         check_fits(prompts, sampling, self._max_model_len)
         own = [sampling.of(prompt) for prompt in prompts]
         if any(settings.is_guided for settings in own):
-            raise UserError(
-                "the transformers engine does not guide completions (regex, json_schema, choice); use rollout=vllm"
-            )
+            raise UserError("transformers does not guide completions (regex, json_schema, choice); use rollout=vllm")
         # What a batch must have in common: all but the limits, which cut afterwards.
         kinds: dict[str, list[int]] = {}
         for i, settings in enumerate(own):
@@ -69,8 +67,9 @@ class TransformersEngine:
             order = sorted(kind, key=lambda i: len(prompts[i].token_ids))
             for start in range(0, len(order), self._batch_size):
                 chosen = order[start : start + self._batch_size]
-                batch = self._generate(*([values[i] for i in chosen] for values in (prompts, seeds, own)))
-                yield from zip(chosen, batch, strict=True)
+                batch = ([values[i] for i in chosen] for values in (prompts, seeds, own))
+                for number, completion in self._generate(*batch):
+                    yield chosen[number], completion
 
     @torch.no_grad()
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -84,7 +83,9 @@ class TransformersEngine:
         del self._model
 
     @torch.inference_mode()
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], own: Sequence[Sampling]) -> list[Completion]:
+    def _generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], own: Sequence[Sampling]
+    ) -> Iterable[tuple[int, Completion]]:
         """Args: own: each prompt's sampling, alike but for max_tokens."""
         sampling = replace(own[0], max_tokens=max(settings.max_tokens for settings in own))
         width = max(len(prompt.token_ids) for prompt in prompts)
@@ -95,20 +96,18 @@ class TransformersEngine:
             mask[row, width - len(prompt.token_ids) :] = 1
         starts = [width - len(prompt.token_ids) for prompt in prompts]
         images = self._vision.model_inputs(prompts, starts, width) if self._vision else {}
-        sampler = _SeededSampler(seeds, sampling.temperature)
+        sampler = SeededDraw(seeds, sampling.temperature)
         output = self._model.generate(
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),
             **{name: values.to(self._device) for name, values in images.items()},
             generation_config=self._config(sampling),
-            logits_processor=LogitsProcessorList([*self._restrictions(sampling), *_warpers(sampling), sampler]),
+            logits_processor=LogitsProcessorList([*self._restrictions(sampling), *warpers(sampling), sampler]),
             tokenizer=self._tokenizer if sampling.stop else None,
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).cpu()
-        return [
-            self._completion(ids[: settings.max_tokens], row_logprobs, settings)
-            for ids, row_logprobs, settings in zip(output[:, width:].tolist(), logprobs.tolist(), own, strict=True)
-        ]
+        rows = zip(output[:, width:].tolist(), logprobs.tolist(), own, strict=True)
+        return enumerate(self._completion(ids[: settings.max_tokens], *rest, settings) for ids, *rest, settings in rows)
 
     def _restrictions(self, sampling: Sampling) -> list[LogitsProcessor]:
         """On the logits themselves, before the temperature, as vLLM orders them."""
@@ -147,7 +146,7 @@ class TransformersEngine:
         return Completion(tuple(ids), tuple(logprobs[:length]), text, "stop" if stopped else "length")
 
 
-def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
+def warpers(sampling: Sampling) -> list[LogitsProcessor]:
     """Temperature first, then the cuts, as vLLM orders them."""
     from transformers import (
         MinPLogitsWarper,
@@ -170,7 +169,7 @@ def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
     return warpers
 
 
-class _SeededSampler(LogitsProcessor):
+class SeededDraw(LogitsProcessor):
     """Turns generate()'s argmax into a draw under each row's own seed (Gumbel-max), and keeps its logprob."""
 
     def __init__(self, seeds: Sequence[int], temperature: float) -> None:

@@ -1,4 +1,4 @@
-"""Both engines, for real, on the tiny model: what they sample, what they say of it, and new weights."""
+"""All engines, for real, on the tiny model: what they sample, what they say of it, and new weights."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from rlpost.rollout.engine import Engine, Sampling, sample_groups, sample_seed, 
 from rlpost.tiny import TinyLlama
 from rlpost.types import Completion, Example, Prompt, Rollout
 
-ENGINES = ["vllm", "transformers"]
+ENGINES = ["vllm", "transformers", "paged"]
 
 
 def make_engine(kind: str, directory: Path, end_tokens: tuple[int, ...]) -> Engine:
@@ -29,6 +29,10 @@ def make_engine(kind: str, directory: Path, end_tokens: tuple[int, ...]) -> Engi
         from rlpost.rollout.vllm import VLLMEngine
 
         return VLLMEngine(directory, end_tokens, max_model_len=256, kv_cache_bytes=2**26)
+    if kind == "paged":
+        from rlpost.rollout.paged import PagedTransformersEngine
+
+        return PagedTransformersEngine(directory, end_tokens, max_model_len=256, max_num_seqs=5)
     from rlpost.rollout.transformers import TransformersEngine
 
     return TransformersEngine(directory, end_tokens, max_model_len=256, batch_size=5)
@@ -64,6 +68,16 @@ def trainer_logprobs(model: Any, prompt: Prompt, completion: Completion, tempera
 @pytest.fixture
 def reference(tiny_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+
+
+def knows(engine: Engine, sampling: Sampling, prompts: Sequence[Prompt]) -> bool:
+    """Whether the engine can sample like this; one that cannot has to say so."""
+    lacks = ("Paged",) if not sampling.is_guided else ("Paged", "Transformers")
+    if not type(engine).__name__.startswith(lacks):
+        return True
+    with pytest.raises(UserError, match=r"does not guide completions|rollout=paged knows neither"):
+        generate(engine, prompts, range(len(prompts)), sampling)
+    return False
 
 
 def restore(engine: Engine, model: Any) -> None:
@@ -144,7 +158,10 @@ def test_top_k_of_one_is_greedy(engine: Engine, prompts: list[Prompt]) -> None:
 
 def test_a_repetition_penalty_changes_the_choice(engine: Engine, prompts: list[Prompt]) -> None:
     plain = generate(engine, prompts, [0] * 4, Sampling(max_tokens=40, temperature=0))
-    penalised = generate(engine, prompts, [0] * 4, Sampling(max_tokens=40, temperature=0, repetition_penalty=5.0))
+    sampling = Sampling(max_tokens=40, temperature=0, repetition_penalty=5.0)
+    if not knows(engine, sampling, prompts):
+        return
+    penalised = generate(engine, prompts, [0] * 4, sampling)
     assert [c.token_ids for c in plain] != [c.token_ids for c in penalised]
 
 
@@ -174,7 +191,7 @@ def test_an_untied_model_too(tmp_path: Path, prompts: list[Prompt], monkeypatch:
         engine.load_weights(weights[:-1])
 
 
-def test_both_engines_answer_greedily_alike_before_and_after_updates(
+def test_engines_answer_greedily_alike_before_and_after_updates(
     tiny_dir: Path, tiny_end_tokens: tuple[int, ...], prompts: list[Prompt], reference: Any
 ) -> None:
     engines = [make_engine(kind, tiny_dir, tiny_end_tokens) for kind in ENGINES]
@@ -182,9 +199,10 @@ def test_both_engines_answer_greedily_alike_before_and_after_updates(
     seen = set()
     try:
         for _ in range(4):
-            first, second = (generate(engine, prompts, [0] * 4, sampling) for engine in engines)
-            assert [c.token_ids for c in first] == [c.token_ids for c in second]
-            assert [c.finish_reason for c in first] == [c.finish_reason for c in second]
+            first, *others = (generate(engine, prompts, [0] * 4, sampling) for engine in engines)
+            for other in others:
+                assert [c.token_ids for c in other] == [c.token_ids for c in first]
+                assert [c.finish_reason for c in other] == [c.finish_reason for c in first]
             seen.add(first[1].token_ids)
             with torch.no_grad():
                 for parameter in reference.parameters():
@@ -223,7 +241,10 @@ def test_bad_words_are_never_written(engine: Engine, prompts: list[Prompt], tiny
     plain = generate(engine, prompts * 8, range(32), Sampling(max_tokens=40))
     letters = tuple(chr(c) for c in range(ord("a"), ord("z") + 1))
     assert any(set(text) & set(letters) for text in written(plain, tiny_tokenizer))
-    without = generate(engine, prompts * 8, range(32), Sampling(max_tokens=40, bad_words=letters))
+    sampling = Sampling(max_tokens=40, bad_words=letters)
+    if not knows(engine, sampling, prompts):
+        return
+    without = generate(engine, prompts * 8, range(32), sampling)
     assert not any(set(text) & set(letters) for text in written(without, tiny_tokenizer))
 
 
@@ -265,9 +286,7 @@ def test_guided_completions(
     engine: Engine, prompts: list[Prompt], tiny_tokenizer: Any, guide: dict[str, Any], holds: Callable[[str], Any]
 ) -> None:
     sampling = Sampling(max_tokens=60, **guide)
-    if not type(engine).__name__.startswith("VLLM"):
-        with pytest.raises(UserError, match="does not guide completions"):
-            generate(engine, prompts, range(4), sampling)
+    if not knows(engine, sampling, prompts):
         return
     completions = generate(engine, prompts * 4, range(16), sampling)
     ended = [c for c in completions if c.finish_reason == "stop"]

@@ -1,6 +1,7 @@
 """Several turns as one completion: token-exact, masked, bounded; scripted, and on both real engines."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.split import user_message
+from rlpost.environments.calculator import Calculator
 from rlpost.environments.protocol import Reply
 from rlpost.errors import UserError
 from rlpost.rollout.engine import Engine, Sampling
 from rlpost.rollout.episodes import Episodes, ReplyFormat
-from rlpost.types import Completion, Example, Prompt
+from rlpost.types import Completion, Example, Prompt, Rollout
 from tests.rollout.test_engines import ENGINES, generate, make_engine, trainer_logprobs
 
 END = "<|im_end|>"
@@ -119,6 +121,19 @@ def test_a_turn_without_an_end_token_gets_the_templates_end(
     text = tiny_tokenizer.decode(completion.token_ids)
     assert text.startswith(f"<calc>3+4</calc>{END}\n")
     assert text.endswith(f"7{END}")
+
+
+def test_the_completion_prefix_begins_the_first_turn_and_no_other(
+    prompt: Prompt, reply_format: ReplyFormat, tiny_tokenizer: Any
+) -> None:
+    prefixed = replace(prompt, completion_prefix="<calc>", text=prompt.text + "<calc>")
+    twice = Scripted(tiny_tokenizer, f"6 * 7</calc>{END}", f"It is 42.{END}")
+    completion = play(twice, Calculator(), reply_format, prefixed)
+    assert [m["content"] for m in completion.messages] == ["<calc>6 * 7</calc>", "= 42", "It is 42."]
+    assert Rollout(prefixed, completion, 0).answer_text == "It is 42."
+    once = play(Scripted(tiny_tokenizer, f"42{END}"), Calculator(), reply_format, prefixed)
+    assert [m["content"] for m in once.messages] == ["<calc>42"]
+    assert Rollout(prefixed, once, 0).answer_text == "<calc>42"
 
 
 def test_an_environments_stop_strings_end_turns(prompt: Prompt, reply_format: ReplyFormat, tiny_tokenizer: Any) -> None:

@@ -13,12 +13,12 @@ from rlpost.models import end_token_ids, placeholder_token_ids
 from rlpost.rollout.engine import Engine, Sampling
 from rlpost.types import Completion, Prompt
 from tests.images import NONE, ONE, TWO, example, png, prompts_of
-from tests.rollout.test_engines import ENGINES, generate, make_engine
+from tests.rollout.test_engines import generate, make_engine
 
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=["vllm", "transformers"])
 def engine(request: pytest.FixtureRequest, tiny_vision_dir: Path, vision: Vision) -> Iterator[Engine]:
     engine = make_engine(request.param, tiny_vision_dir, end_token_ids(tiny_vision_dir, vision.tokenizer))
     yield engine
