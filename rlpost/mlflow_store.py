@@ -1,5 +1,6 @@
 """Access to an MLflow store that runs and sweeps share. Imports MLflow when it is first used."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,10 @@ def open_client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
     import mlflow
 
+    # Its handler would print a store's tracebacks to the terminal; they belong where everything else is logged.
+    own = logging.getLogger("mlflow")
+    own.handlers.clear()
+    own.propagate = True
     if uri.startswith("sqlite:///"):
         Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
     return mlflow.MlflowClient(tracking_uri=uri)

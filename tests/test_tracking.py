@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -88,6 +89,19 @@ def test_mlflow_gets_everything(sqlite: str, tmp_path: Path) -> None:
     assert tables == ["completions/step-000001.json", "completions/step-000002.json"]
     local = client.download_artifacts(tracker.mlflow_run_id, tables[0], str(tmp_path))
     assert "completion" in json.loads(Path(local).read_text())["columns"]
+
+
+def test_a_store_that_fails_prints_no_traceback(
+    sqlite: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path, patience_s=1))
+    with sqlite3.connect(sqlite.removeprefix("sqlite:///")) as store:
+        store.execute("DROP TABLE metrics")
+    with caplog.at_level(logging.WARNING):
+        tracker.log(1, {"x": 1.0}, [])
+        tracker.close("FINISHED")
+    assert "no such table: metrics" in caplog.text  # in run.log
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
