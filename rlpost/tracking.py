@@ -284,7 +284,8 @@ class MlflowSink:
             experiment_id=self._experiment_id,
             run_id=self.run_id,
         )
-        self._client.end_trace(span.trace_id, outputs={"completion": row["completion"]})
+        outputs = {"completion": row["completion"], **({"episode": row["episode"]} if row["episode"] else {})}
+        self._client.end_trace(span.trace_id, outputs=outputs)
         if row["answer"] is not None:
             mlflow.log_expectation(trace_id=span.trace_id, name="answer", value=row["answer"])
         rewards = {name: value for name, value in row.items() if name == "reward" or name.startswith("reward/")}
