@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
@@ -89,6 +90,24 @@ def test_mlflow_gets_everything(sqlite: str, tmp_path: Path) -> None:
     assert tables == ["completions/step-000001.json", "completions/step-000002.json"]
     local = client.download_artifacts(tracker.mlflow_run_id, tables[0], str(tmp_path))
     assert "completion" in json.loads(Path(local).read_text())["columns"]
+
+
+def test_a_trace_of_an_episode_has_its_turns(sqlite: str, tmp_path: Path) -> None:
+    episode = replace(
+        ROLLOUTS[0].completion,
+        messages=({"role": "assistant", "content": "I ask."}, {"role": "user", "content": "= 7"}),
+    )
+    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path), completions_every=1, traces=2)
+    tracker.log(1, {"x": 1.0}, [replace(ROLLOUTS[0], completion=episode), ROLLOUTS[1]])
+    tracker.close("FINISHED")
+    client = mlflow.MlflowClient(tracking_uri=sqlite)
+    experiment = client.get_run(tracker.mlflow_run_id).info.experiment_id
+    traces = client.search_traces(locations=[experiment], run_id=tracker.mlflow_run_id)
+    outputs = {trace.data.spans[0].attributes["group_id"]: trace.data.spans[0].outputs for trace in traces}
+    assert outputs == {
+        0: {"completion": "7", "episode": ["assistant: I ask.", "user: = 7"]},
+        1: {"completion": "8"},
+    }
 
 
 def test_a_store_that_fails_prints_no_traceback(
