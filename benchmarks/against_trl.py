@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from benchmarks.common import NO_CHECKPOINTS, module, rlpost, run, spread
-from rlpost.cluster.local import MALLOC
+from rlpost.cluster.node import MALLOC
 from rlpost.data.tasks import Addition
 from rlpost.products import has_bfloat16
 

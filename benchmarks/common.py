@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpost.cluster.local import available_cores
+from rlpost.cluster.node import available_cores
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent

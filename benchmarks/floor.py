@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.against_trl import BF16, ours, prompts
 from benchmarks.common import default_model, median_seconds, module, run
-from rlpost.cluster.local import MALLOC
+from rlpost.cluster.node import MALLOC
 from rlpost.products import has_bfloat16
 
 OPERANDS = 6  # sets of operands to go round: together they are larger than the cache

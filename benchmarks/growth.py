@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import default_model, make_policy, module, run, synthetic
-from rlpost.cluster.local import MALLOC
+from rlpost.cluster.node import MALLOC
 
 LENGTHS = [32, 64, 128, 256, 512, 1024]
 GROUP_SIZES = [4, 8, 16, 32, 64]

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from rlpost.cluster.local import MALLOC
+from rlpost.cluster.node import MALLOC
 
 SHOWN = 25
 

@@ -101,7 +101,11 @@ def _job(cfg: DictConfig) -> float | None:
     if cfg.resume and run.status().get("state") == "finished" and run.status().get("step", 0) >= cfg.steps:
         print(f"{run.path} has finished its {cfg.steps} steps already; steps=... goes further")
     else:
-        code = build(cfg.cluster).launch(run.path)
+        try:
+            code = build(cfg.cluster).launch(run.path)
+        except UserError as error:  # no such cluster, or no room on it
+            run.set_state("failed", error=str(error), kind="configuration")
+            raise
         if code:
             _settle(run, cfg, code)
             raise RunFailedError(run.path, code)

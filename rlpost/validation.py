@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlpost.cluster.local import num_gpus
 from rlpost.config import build, nested_nodes, reward_nodes, target_nodes, task_names
 from rlpost.errors import UserError
 from rlpost.plugins import split_path
@@ -140,8 +141,8 @@ def _check_sizes(cfg: DictConfig) -> None:
             f"rollout.max_logprob_diff={bound:g} with trainer.precision=bfloat16 would stop every run: single tokens "
             "differ by 1 and more in bf16; set rollout.max_logprob_diff=null"
         )
-    num_processes = cfg.cluster.get("num_processes", 1)
-    share = num_processes * cfg.algorithm.num_mini_batches
+    num_ranks = _num_ranks(cfg.cluster)
+    share = num_ranks * cfg.algorithm.num_mini_batches
     if cfg.prompts_per_step % cfg.algorithm.num_mini_batches:
         raise UserError(
             f"prompts_per_step={cfg.prompts_per_step} does not divide into "
@@ -149,7 +150,7 @@ def _check_sizes(cfg: DictConfig) -> None:
         )
     if cfg.prompts_per_step % share:
         raise UserError(
-            f"prompts_per_step={cfg.prompts_per_step} does not divide over cluster.num_processes={num_processes} x "
+            f"prompts_per_step={cfg.prompts_per_step} does not divide over the cluster's {num_ranks} processes x "
             f"algorithm.num_mini_batches={cfg.algorithm.num_mini_batches}; use a multiple of {share}"
         )
     guides = [name for name in ("regex", "json_schema", "choice") if cfg.rollout[name]]
@@ -157,8 +158,8 @@ def _check_sizes(cfg: DictConfig) -> None:
         raise UserError(
             f"rollout.{guides[0]} and rollout.{guides[1]} are two ways to guide a completion: set one of them"
         )
-    if guides and str(cfg.rollout.engine.get("_target_", "")).endswith(".TransformersEngine"):
-        raise UserError(f"rollout.{guides[0]}: the transformers engine does not guide completions; use rollout=vllm")
+    if guides and str(cfg.rollout.engine.get("_target_", "")).endswith("TransformersEngine"):
+        raise UserError(f"rollout.{guides[0]}: transformers does not guide completions; use rollout=vllm")
     if cfg.algorithm.max_attempts > 1 and cfg.algorithm.filter is None:
         raise UserError(
             f"algorithm.max_attempts={cfg.algorithm.max_attempts} has nothing to refill: set "
@@ -229,3 +230,11 @@ def _require(cfg: DictConfig, key: str, holds: Any, expected: str) -> None:
 def _choice(value: Any, valid: list[str]) -> str:
     close = difflib.get_close_matches(str(value), valid, n=1)
     return f"did you mean {close[0]!r}?" if close else "expected one of " + ", ".join(valid)
+
+
+def _num_ranks(cluster: DictConfig) -> int:
+    """As far as it is known before they are started: a GPU a process is as many as this machine has."""
+    if "processes_per_node" in cluster:
+        return cluster.nodes * cluster.processes_per_node
+    number = cluster.get("num_processes", 1)
+    return number if isinstance(number, int) else max(1, num_gpus())

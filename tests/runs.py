@@ -64,6 +64,17 @@ def worker_pids(launcher: int) -> list[int]:
     return [pid for child in map(int, children) for pid in (child, *worker_pids(child))]
 
 
+def rank_pids(launcher: int) -> list[int]:
+    """The workers' processes, by rank."""
+    ranks = {}
+    for pid in worker_pids(launcher):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"rlpost.worker" in command and b"rlpost.agent" not in command:
+            ranks.update({int(v.removeprefix(b"RANK=")): pid for v in variables if v.startswith(b"RANK=")})
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
 def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
     while not (run / "metrics.jsonl").is_file() or len(rows(run)) < count:
         assert process.poll() is None, process.communicate()

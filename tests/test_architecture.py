@@ -36,7 +36,8 @@ def test_only_the_builder_instantiates() -> None:
 
 def test_the_front_door_loads_no_heavy_module() -> None:
     script = (
-        "import sys, rlpost.__main__, rlpost.targets, rlpost.data.tasks, rlpost.cluster.local, rlpost.models\n"
+        "import sys, rlpost.__main__, rlpost.targets, rlpost.data.tasks, rlpost.models\n"
+        "import rlpost.cluster.local, rlpost.cluster.slurm, rlpost.cluster.ray\n"
         "print(sorted({'torch', 'vllm', 'transformers', 'mlflow', 'datasets'} & sys.modules.keys()))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)

@@ -1,18 +1,14 @@
-"""Workers on this machine: one process, or several under torchrun."""
+"""Workers on this machine."""
 
-import ctypes
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-# Activations come and go by the gigabyte. By default glibc gives large blocks back at once and faults every 4 KiB of
-# the next ones in again, a fifth of an update on CPUs; so: huge pages, and freed memory stays (docs/performance.md).
-MALLOC = ":".join(
-    f"glibc.malloc.{setting}" for setting in ("hugetlb=1", "mmap_max=0", f"trim_threshold={2**34}", f"top_pad={2**28}")
-)
+from rlpost.cluster import node
+from rlpost.errors import UserError
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -20,33 +16,19 @@ class Local:
     """Start the run's workers here and wait for them.
 
     Attributes:
-        num_processes: ranks; each holds a shard of the trainer and a rollout engine.
+        num_processes: ranks; each holds a shard of the trainer and a rollout engine. "gpu": one for each GPU.
         threads: CPU threads of each rank; None shares the machine's cores out.
+        max_restarts: how often all ranks are started again, from the newest checkpoint, after one has failed.
     """
 
-    num_processes: int = 1
+    num_processes: int | Literal["gpu"] = 1
     threads: int | None = None
+    max_restarts: int = 0
 
     def launch(self, run_dir: Path) -> int:
         """Run to the end. Returns: the workers' exit code. SIGINT and SIGTERM are passed on, once each."""
-        threads = self.threads or max(1, available_cores() // self.num_processes)
-        # The variables must be set before the libraries load; the run's results depend on the number of threads.
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        environment.setdefault("PYTHONUNBUFFERED", "1")
-        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        environment.setdefault("GLIBC_TUNABLES", MALLOC)
-        worker = ["-m", "rlpost.worker", str(run_dir)]
-        if self.num_processes > 1:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_processes}"]
-            worker = [*torchrun, *worker]
-        # A session of its own: a Ctrl-C at the terminal reaches the launcher alone, which passes it on once. Workers whose
-        # launcher is killed end gracefully: they write a checkpoint.
-        process = subprocess.Popen(
-            [sys.executable, *worker],
-            env=environment,
-            start_new_session=True,
-            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
-        )
+        restarts = ["--standalone", f"--max-restarts={self.max_restarts}"] if self.max_restarts else []
+        process = node.start(run_dir, self._num_processes(), self.threads, restarts)
         previous = {
             s: signal.signal(s, lambda number, _: process.send_signal(number)) for s in (signal.SIGINT, signal.SIGTERM)
         }
@@ -57,14 +39,14 @@ class Local:
                 signal.signal(number, handler)
         return 128 - code if code < 0 else code
 
+    def _num_processes(self) -> int:
+        if self.num_processes != "gpu":
+            return self.num_processes
+        if not (count := num_gpus()):
+            raise UserError("cluster.num_processes=gpu: this machine has no NVIDIA GPU; use cluster=cpu or cpu2")
+        return count
 
-def available_cores() -> int:
-    """Cores this process may use, which containers and schedulers limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-
-def end_with_parent(number: signal.Signals) -> None:
-    """On Linux, have the kernel send this process the signal if the process that started it is killed."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+def num_gpus() -> int:
+    """NVIDIA GPUs of this machine, asked without a library."""
+    return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0

@@ -30,7 +30,11 @@ def init(timeout_s: float = 1800) -> None:
         store = dist.HashStore()
         dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
     else:
-        dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        # torchrun's store outlives the ranks that it starts again: they would take their forerunners' addresses from it.
+        attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(_backend(device), timeout=timeout, store=attempt, rank=rank, world_size=world_size)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 

@@ -1,0 +1,149 @@
+"""Workers that a Ray cluster places: an actor for each rank, which holds its resources and runs the worker as a process.
+
+The run directory must be on a file system that all nodes share.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlpost.cluster import node
+from rlpost.errors import UserError
+from rlpost.status import RunStatus
+
+POLL_S = 0.5
+GRACE_S = 10.0  # that ranks have to end after another one failed
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Place the run's workers, start them and wait for them.
+
+    Attributes:
+        num_processes: ranks.
+        cpus_per_process, gpus_per_process: resources of each; its cores are its threads.
+        address: of a running cluster, as ray.init takes it ("auto": this machine's); None: one of this machine alone.
+        strategy: where the ranks go: PACK on few nodes, SPREAD over many, or the STRICT_ form of either.
+        placement_timeout_s: how long the resources may take to become free.
+    """
+
+    num_processes: int = 1
+    cpus_per_process: int = 1
+    gpus_per_process: int = 0
+    address: str | None = "auto"
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    placement_timeout_s: float = 600.0
+
+    def launch(self, run_dir: Path) -> int:
+        """Run to the end. Returns: the run's exit code. SIGINT and SIGTERM are passed on to the workers.
+
+        Raises: UserError where there is no cluster, or the resources are not to be had.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        try:
+            ray.init(address=self.address, log_to_driver=True, logging_level="ERROR")
+        except ConnectionError as error:
+            raise UserError(f"cluster.address={self.address}: {str(error).splitlines()[0]}") from error
+        try:
+            bundle = {"CPU": self.cpus_per_process, **({"GPU": self.gpus_per_process} if self.gpus_per_process else {})}
+            group = ray.util.placement_group([bundle] * self.num_processes, strategy=self.strategy)
+            if not group.wait(self.placement_timeout_s):
+                raise UserError(
+                    f"cluster=ray: no room for {self.num_processes} x {bundle} ({self.strategy}) within "
+                    f"{self.placement_timeout_s:g} s; the cluster has {ray.cluster_resources()}"
+                )
+            actor = ray.remote(num_cpus=self.cpus_per_process, num_gpus=self.gpus_per_process)(Rank)
+            ranks = [
+                actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+                for index in range(self.num_processes)
+            ]
+            places = ray.get([rank.place.remote() for rank in ranks])
+            address, port = places[0]
+            seen: Counter[str] = Counter()
+            for number, (rank, (host, _)) in enumerate(zip(ranks, places, strict=True)):
+                variables = {
+                    "RANK": str(number),
+                    "WORLD_SIZE": str(self.num_processes),
+                    "LOCAL_RANK": str(seen[host]),
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": str(port),
+                }
+                seen[host] += 1
+                ray.get(rank.start.remote(str(run_dir), self.cpus_per_process, variables))
+            return self._wait(ranks, RunStatus(run_dir))
+        finally:
+            ray.shutdown()
+
+    def _wait(self, ranks: list[Any], run: RunStatus) -> int:
+        import ray
+
+        def pass_on(number: int, _: Any) -> None:
+            for rank in ranks:
+                rank.signal.remote(number)
+
+        previous = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            failed: tuple[int, int] | None = None
+            deadline = float("inf")
+            while True:
+                codes = ray.get([rank.code.remote() for rank in ranks])
+                if all(code is not None for code in codes):
+                    break
+                if failed is None and (bad := [(i, code) for i, code in enumerate(codes) if code]):
+                    failed, deadline = bad[0], time.monotonic() + GRACE_S
+                    pass_on(signal.SIGTERM, None)
+                if time.monotonic() > deadline:  # they wait for the one that failed
+                    pass_on(signal.SIGKILL, None)
+                time.sleep(POLL_S)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        number, code = failed or next(((i, code) for i, code in enumerate(codes) if code), (0, 0))
+        if code < 0:
+            reason = f"rank {number} was ended by {signal.Signals(-code).name}"
+            print(f"rlpost: {reason}", file=sys.stderr)
+            run.set_state("failed", error=reason)
+            return 1
+        return code
+
+
+class Rank:
+    """An actor: one rank's process, beside which it answers."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def place(self) -> tuple[str, int]:
+        """This node's address, and a port that is free on it."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+    def start(self, run_dir: str, threads: int, variables: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *node.worker(Path(run_dir))],
+            env={**node.environment(1, threads), **variables},
+            start_new_session=True,
+            preexec_fn=lambda: node.end_with_parent(signal.SIGTERM),
+        )
+
+    def code(self) -> int | None:
+        """The process's exit code; None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            os.kill(self._process.pid, number)

@@ -1,0 +1,172 @@
+"""Workers on nodes that Slurm gives: one sbatch job through submitit, torchrun on each node.
+
+A job that runs into its time limit or is pre-empted writes a checkpoint, is queued again and goes on. The run directory must be
+on a file system that all nodes share.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpost.cluster import node
+from rlpost.errors import UserError
+from rlpost.status import RunStatus
+
+if TYPE_CHECKING:
+    from submitit.helpers import DelayedSubmission
+
+ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+}
+POLL_S = 2.0
+NOTICE = signal.SIGUSR2  # submitit's
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Submit the run as a job and wait for it; interrupting the wait cancels the job.
+
+    Attributes:
+        nodes: of the job.
+        processes_per_node: ranks on each; one a GPU where there are any.
+        gpus_per_node: asked of Slurm.
+        cpus_per_process: cores of each rank, which are its threads.
+        minutes: the job's time limit; it goes on in the next one.
+        requeues: how often it may run into the limit.
+        notice_s: seconds before the limit at which it stops with a checkpoint: more than a step takes.
+        partition, account, qos: as sbatch has them; None: the cluster's defaults.
+        sbatch: further options of sbatch, by their long names: {mem: 64G}.
+        max_restarts: how often all ranks are started again within the job after one has failed.
+    """
+
+    nodes: int = 1
+    processes_per_node: int = 1
+    gpus_per_node: int = 0
+    cpus_per_process: int = 1
+    minutes: int = 60
+    requeues: int = 100
+    notice_s: int = 120
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    sbatch: Mapping[str, Any] = field(default_factory=dict)
+    max_restarts: int = 0
+
+    def launch(self, run_dir: Path) -> int:
+        """Run to the end. Returns: the run's exit code.
+
+        Raises: UserError where Slurm is not there, or refuses the job.
+        """
+        import submitit
+
+        asked = {"partition": self.partition, "account": self.account, "qos": self.qos}
+        try:
+            executor = submitit.SlurmExecutor(run_dir / "slurm", max_num_timeout=self.requeues)
+            executor.update_parameters(
+                job_name=f"rlpost-{run_dir.name}",
+                nodes=self.nodes,
+                ntasks_per_node=1,
+                cpus_per_task=self.cpus_per_process * self.processes_per_node,
+                time=self.minutes,
+                signal_delay_s=self.notice_s,
+                stderr_to_stdout=True,
+                additional_parameters={**self.sbatch, "requeue": True, "open-mode": "append"},
+                **({"gpus_per_node": self.gpus_per_node} if self.gpus_per_node else {}),
+                **{name: value for name, value in asked.items() if value is not None},
+            )
+            job = executor.submit(Node(run_dir, self.processes_per_node, self.cpus_per_process, self.max_restarts))
+        except RuntimeError as error:
+            raise UserError(f"cluster=slurm: {str(error).strip().splitlines()[-1]}") from error
+        print(f"Slurm job {job.job_id}; what it prints is in {run_dir / 'slurm'}", file=sys.stderr)
+        try:
+            state = _wait(job.job_id)
+        except KeyboardInterrupt:
+            subprocess.run(["scancel", job.job_id], check=False)
+            state = _wait(job.job_id)
+        return _exit_code(RunStatus(run_dir), f"Slurm job {job.job_id} ended as {state}")
+
+
+class Node:
+    """What submitit runs on each node of the job."""
+
+    def __init__(self, run_dir: Path, num_processes: int, threads: int, max_restarts: int) -> None:
+        self._run_dir, self._num_processes, self._threads = run_dir, num_processes, threads
+        self._max_restarts = max_restarts
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self) -> int:
+        import submitit
+
+        job = submitit.JobEnvironment()
+        port = 20_000 + int(job.raw_job_id) % 20_000
+        group = [
+            f"--nnodes={job.num_nodes}",
+            f"--node-rank={job.node}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-id={job.raw_job_id}",
+            f"--rdzv-endpoint={job.hostnames[0]}:{port}",
+            f"--max-restarts={self._max_restarts}",
+        ]
+        # Slurm sends its notice to every process of the job, and this one alone acts on it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
+        self._process = node.start(self._run_dir, self._num_processes, self._threads, group)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {NOTICE})
+        return self._ended()
+
+    def _ended(self) -> int:
+        """The exit code, once there is one. Not wait(): the notice's handler would wait within it for good."""
+        assert self._process is not None
+        while (code := self._process.poll()) is None:
+            time.sleep(0.2)
+        return code
+
+    def checkpoint(self) -> "DelayedSubmission":
+        """Called by submitit before the job is queued again."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._ended()
+        return DelayedSubmission(Node(self._run_dir, self._num_processes, self._threads, self._max_restarts))
+
+
+def _wait(job_id: str) -> str:
+    """The state in which the job ended; one that is queued again has not."""
+    state = "unknown"
+    while True:
+        command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"]
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+        if asked.returncode and "Invalid job id" in asked.stderr:  # Slurm forgets what ended long ago
+            return state
+        state = asked.stdout.strip() or state  # a controller that does not answer may come back
+        if state in ENDED:
+            return state
+        time.sleep(POLL_S)
+
+
+def _exit_code(run: RunStatus, how: str) -> int:
+    """Of a run whose workers are elsewhere: what it says of itself."""
+    status = run.status()
+    state = status.get("state")
+    if state == "finished":
+        return 0
+    if state == "interrupted":
+        return 130
+    if state == "failed":
+        print(f"rlpost: {status.get('error')}", file=sys.stderr)
+        return 2 if status.get("kind") == "configuration" else 1
+    print(f"rlpost: {how}", file=sys.stderr)
+    return 1

@@ -1,0 +1,87 @@
+"""Ranks on this machine: one that fails ends the run and says so, and the run goes on from its checkpoint."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rlpost.cluster.local import Local
+from rlpost.errors import UserError
+from tests.runs import TINY, exact, rank_pids, rlpost, start, wait_for_steps
+
+RANKS = [*TINY, "cluster=cpu2", "rollout=transformers", "tracking=none", "steps=6", "checkpoint.every=2"]
+
+
+def test_a_gpu_a_process_needs_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.cluster.local._GPUS", tmp_path / "none")
+    with pytest.raises(UserError, match="this machine has no NVIDIA GPU"):
+        Local(num_processes="gpu").launch(tmp_path)
+    (tmp_path / "gpus").mkdir()
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "gpus" / name).mkdir()
+    monkeypatch.setattr("rlpost.cluster.local._GPUS", tmp_path / "gpus")
+    assert Local(num_processes="gpu")._num_processes() == 2
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(work: Path) -> Path:
+    rlpost(work, *RANKS, "run_dir=whole")
+    return work / "whole"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_with_its_name(uninterrupted: Path, work: Path) -> None:
+    process = start(work, *RANKS, "run_dir=killed")
+    wait_for_steps(work / "killed", 3, process)
+    os.kill(rank_pids(process.pid)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 30  # what the run promises, not a benchmark
+    assert process.returncode == 1
+    assert "rlpost: rank 1 was ended by SIGKILL" in err
+    assert "Traceback" not in err
+    status = json.loads((work / "killed/status.json").read_text())
+    assert (status["state"], status["error"]) == ("failed", "rank 1 was ended by SIGKILL")
+    rlpost(work, "run_dir=killed", "resume=true")
+    assert exact(work / "killed") == exact(uninterrupted)
+
+
+@pytest.mark.slow
+def test_interrupted_ranks_write_a_checkpoint_however_long_the_step(uninterrupted: Path, work: Path) -> None:
+    process = start(work, *RANKS, "run_dir=stopped")
+    wait_for_steps(work / "stopped", 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    status = json.loads((work / "stopped/status.json").read_text())
+    assert (status["state"], (work / f"stopped/checkpoints/step-{status['step']:06d}").is_dir()) == (
+        "interrupted",
+        True,
+    )
+    rlpost(work, "run_dir=stopped", "resume=true")
+    assert exact(work / "stopped") == exact(uninterrupted)
+
+
+@pytest.mark.slow
+def test_ranks_are_started_again_where_that_is_asked_for(uninterrupted: Path, work: Path) -> None:
+    process = start(work, *RANKS, "cluster.max_restarts=1", "run_dir=again")
+    wait_for_steps(work / "again", 3, process)
+    os.kill(rank_pids(process.pid)[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert exact(work / "again") == exact(uninterrupted)
+
+
+@pytest.mark.slow
+def test_what_a_user_gets_wrong_is_exit_code_2_on_ranks_too(work: Path) -> None:
+    result = rlpost(work, *RANKS, "prompt.max_tokens=20", "prompt.overlong=refuse", "run_dir=wrong", code=2)
+    assert "over prompt.max_tokens=20" in result.stderr
+    assert "Traceback" not in result.stderr
