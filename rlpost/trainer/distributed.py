@@ -36,7 +36,8 @@ def init(timeout_s: float = 1800) -> None:
         attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(_backend(device), timeout=timeout, store=attempt, rank=rank, world_size=world_size)
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        # Ray shows each rank its own GPU alone, torchrun shows all of a node's.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 def shutdown() -> None:
