@@ -112,7 +112,7 @@ def _memory(results: dict[str, Any], _: dict[str, Any], out: Path) -> list[str]:
         "",
         "Two updates of the default model in float32, micro-batches of at most 2048 packed tokens, as a step's tokens grow. "
         "Gradients accumulate from the second micro-batch on, beside which the later ones' activations stand; from then on "
-        "nothing grows but the tokens themselves.",
+        "what grows is what the allocator does not reuse.",
         "",
         "| packed tokens a step | peak RSS, GB | over the first |",
         "| --- | --- | --- |",
