@@ -90,18 +90,16 @@ class PromptFormat:
                     "the task has images, and the model takes none: choose one that does (model=tiny_vision)"
                 )
             return text, *tokenizer.encode(text, example.images)
-        if isinstance(tokenizer, Vision):
-            tokenizer = tokenizer.tokenizer
         # The template writes the special tokens itself; adding them again would double the BOS. Plain text
         # gets those the tokenizer adds to any text.
-        return text, tokenizer.encode(text, add_special_tokens=self.template == "plain"), []
+        return text, _plain(tokenizer).encode(text, add_special_tokens=self.template == "plain"), []
 
     def _truncated(
         self, example: Example, text: str, token_ids: list[int], tokenizer: Any, what: str
     ) -> tuple[str, list[int], list[int]]:
         if not example.images:
             token_ids = token_ids[-self.max_tokens :]
-            return tokenizer.decode(token_ids), token_ids, []
+            return _plain(tokenizer).decode(token_ids), token_ids, []
         shorter = tokenizer.truncated(text, example.images, self.max_tokens)
         if shorter is None:
             raise UserError(
@@ -125,8 +123,8 @@ class PromptFormat:
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system})
         if self.template == "plain":
-            if example.images:
-                raise UserError("prompt.template=plain writes no images; set it to chat")
+            if example.images or tools:
+                raise UserError("prompt.template=plain writes neither images nor tools; set it to chat")
             return "\n\n".join(message["content"] for message in messages) + self.completion_prefix
         if tokenizer.chat_template is None:
             raise UserError("the model's tokenizer has no chat template; set prompt.template=plain")
@@ -140,3 +138,8 @@ class PromptFormat:
                     f"the model's chat template does not describe tools ({name}); choose a model made for them"
                 )
         return rendered + self.completion_prefix
+
+
+def _plain(tokenizer: Any) -> Any:
+    """The tokenizer alone, which texts without images go through."""
+    return tokenizer.tokenizer if isinstance(tokenizer, Vision) else tokenizer

@@ -33,6 +33,20 @@ def test_a_text_alone_stays_as_it_is(vision: Vision) -> None:
     assert prompt.unexpanded_ids == ()
 
 
+def test_a_text_alone_is_truncated_like_any(vision: Vision, tiny_tokenizer: object) -> None:
+    text = example("x" * 100 + " end")
+    (seeing,) = prompts_of(vision, text, max_tokens=40, overlong="truncate")
+    (plain,) = prompts_of(tiny_tokenizer, text, max_tokens=40, overlong="truncate")  # type: ignore[arg-type]
+    assert len(seeing.token_ids) == 40
+    assert seeing.text == plain.text
+    assert seeing.text.endswith(" end<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_plain_prompts_have_no_images(vision: Vision) -> None:
+    with pytest.raises(UserError, match=r"prompt\.template=plain writes neither images nor tools"):
+        prompts_of(vision, ONE, template="plain")
+
+
 @pytest.mark.parametrize("room", [60, 50, 40])
 def test_truncation_keeps_the_tokens_of_images(vision: Vision, room: int) -> None:
     long = example("x" * 300 + f"a{IMAGE}b{IMAGE}" + "the question?", png(1), png(2))
