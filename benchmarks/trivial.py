@@ -18,6 +18,7 @@ class Trivial:
     fail_seed: int | None = None
     num_processes: int = 1
     threads: int | None = None
+    max_restarts: int = 0
 
     def launch(self, run_dir: Path) -> int:
         run = RunDir(run_dir)

@@ -91,11 +91,16 @@ class Slurm:
         except RuntimeError as error:
             raise UserError(f"cluster=slurm: {str(error).strip().splitlines()[-1]}") from error
         print(f"Slurm job {job.job_id}; what it prints is in {run_dir / 'slurm'}", file=sys.stderr)
+        interrupts = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: signal.signal(number, signal.default_int_handler) for number in interrupts}
         try:
             state = _wait(job.job_id)
         except KeyboardInterrupt:
             subprocess.run(["scancel", job.job_id], check=False)
             state = _wait(job.job_id)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
         return _exit_code(RunStatus(run_dir), f"Slurm job {job.job_id} ended as {state}")
 
 

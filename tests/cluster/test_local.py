@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -80,8 +82,14 @@ def test_ranks_are_started_again_where_that_is_asked_for(uninterrupted: Path, wo
     assert exact(work / "again") == exact(uninterrupted)
 
 
-@pytest.mark.slow
-def test_what_a_user_gets_wrong_is_exit_code_2_on_ranks_too(work: Path) -> None:
-    result = rlpost(work, *RANKS, "prompt.max_tokens=20", "prompt.overlong=refuse", "run_dir=wrong", code=2)
-    assert "over prompt.max_tokens=20" in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [("sys.exit(2)", 2, ""), ("sys.exit(3)", 1, "rlpost: rank 1 was ended with exit code 3\n"), ("pass", 0, "")],
+)
+def test_the_exit_code_of_ranks(ending: str, code: int, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(f"import os, sys\nif os.environ['RANK'] == '1':\n    {ending}\n")
+    command = [sys.executable, "-m", "rlpost.agent", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert (result.returncode, result.stderr) == (code, said)

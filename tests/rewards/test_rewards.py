@@ -117,6 +117,7 @@ def test_functions_get_prompts_answers_prefixes_and_columns() -> None:
         "completions": ["ab", "c"],
         "answers": ["1", None],
         "level": [3, None],
+        "images": [[], []],
         "messages": [[{"role": "user", "content": "?"}]] * 2,
         "prompt_ids": [[5, 6, 7]] * 2,
         "completion_ids": [[8, 9]] * 2,
