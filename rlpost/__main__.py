@@ -101,6 +101,7 @@ def _job(cfg: DictConfig) -> float | None:
     if cfg.resume and run.status().get("state") == "finished" and run.status().get("step", 0) >= cfg.steps:
         print(f"{run.path} has finished its {cfg.steps} steps already; steps=... goes further")
     else:
+        run.set_state("starting")  # a resumed run's last state is not this one's
         try:
             code = build(cfg.cluster).launch(run.path)
         except UserError as error:  # no such cluster, or no room on it

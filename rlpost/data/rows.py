@@ -41,9 +41,11 @@ class RowFormat:
     name: str = ""
 
     def examples(self, rows: Iterable[tuple[Any, str]], directory: Path | None = None) -> list[Example]:
-        """Args:
-        rows: each with where it stands, for errors.
-        directory: where relative paths of images start.
+        """The wanted rows, at most `limit`.
+
+        Args:
+            rows: each with where it stands, for errors.
+            directory: where relative paths of images start.
         """
         to_example = self._example_maker(directory)
         found: list[Example] = []
