@@ -20,17 +20,9 @@ from rlpost.status import RunStatus
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
-ENDED = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
-}
+# A job that was queued again and ended like this need not have come to its workers, so the run's state may be an older one.
+BROKEN = {"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
+ENDED = {"COMPLETED", "CANCELLED", "TIMEOUT", "DEADLINE", "PREEMPTED", *BROKEN}
 POLL_S = 2.0
 NOTICE = signal.SIGUSR2  # submitit's
 
@@ -101,7 +93,7 @@ class Slurm:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        return _exit_code(RunStatus(run_dir), f"Slurm job {job.job_id} ended as {state}")
+        return _exit_code(RunStatus(run_dir), job.job_id, state)
 
 
 class Node:
@@ -162,16 +154,16 @@ def _wait(job_id: str) -> str:
         time.sleep(POLL_S)
 
 
-def _exit_code(run: RunStatus, how: str) -> int:
-    """Of a run whose workers are elsewhere: what it says of itself."""
+def _exit_code(run: RunStatus, job_id: str, ended: str) -> int:
+    """Of a run whose workers are elsewhere: what it says of itself, where that is of its last attempt."""
     status = run.status()
     state = status.get("state")
     if state == "finished":
         return 0
-    if state == "interrupted":
+    if state == "interrupted" and ended not in BROKEN:
         return 130
     if state == "failed":
         print(f"rlpost: {status.get('error')}", file=sys.stderr)
         return 2 if status.get("kind") == "configuration" else 1
-    print(f"rlpost: {how}", file=sys.stderr)
+    print(f"rlpost: Slurm job {job_id} ended as {ended}", file=sys.stderr)
     return 1

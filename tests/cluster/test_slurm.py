@@ -34,9 +34,12 @@ def test_the_exit_code_is_what_the_run_says_of_itself(tmp_path: Path, capsys: py
         ("failed", {"error": "it is wrong", "kind": "configuration"}, 2),
     ):
         run.set_state(state, **details)  # type: ignore[arg-type]
-        assert _exit_code(run, "Slurm job 7 ended as TIMEOUT") == code
+        assert _exit_code(run, "7", "TIMEOUT") == code
     said = capsys.readouterr().err
     assert said.splitlines() == ["rlpost: Slurm job 7 ended as TIMEOUT", "rlpost: it broke", "rlpost: it is wrong"]
+    run.set_state("interrupted")  # by the notice, before the attempt that failed
+    assert _exit_code(run, "7", "FAILED") == 1
+    assert capsys.readouterr().err == "rlpost: Slurm job 7 ended as FAILED\n"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,8 @@ def test_a_job_runs_is_queued_again_and_goes_on(cluster: None, tmp_path: Path) -
     subprocess.run(["scancel", "--signal=USR2", job], check=True)
     wait_for_state(job, "PENDING")
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "interrupted"
-    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)  # not two minutes later
+    # Not two minutes later, but not within the second in which slurmd refuses what it has just killed either.
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+4"], check=True)
     _, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
     assert exact(tmp_path / "run") == exact(tmp_path / "whole")
