@@ -123,7 +123,7 @@ def make_policy(directory: Path, precision: str = "float32") -> Any:
 
     distributed.init()
     scorer = trainer_model.shard(
-        trainer_model.load(directory), SamplingDistribution(), distributed.data_mesh(), precision
+        trainer_model.load(directory), SamplingDistribution(), distributed.sharding_mesh(), precision
     )
     optimizer = make_optimizer(scorer, 1e-6, (0.9, 0.95), 1e-8, 0.0)
     settings = UpdateSettings(max_completion_tokens=2**15)

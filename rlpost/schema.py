@@ -91,6 +91,9 @@ class TrainerConfig:
     micro_batch_tokens: int = 2048  # positions a micro-batch may hold
     layout: str = "shared_prefix"  # or padded
     activation_checkpointing: bool = False
+    context_parallel: int = 1  # ranks that share each row's positions: consecutive ones
+    replicas: int = 1  # of the sharded weights: each over ranks / replicas
+    cpu_offload: bool = False  # weights, gradients and optimizer states in the host's memory
 
 
 @dataclass

@@ -89,6 +89,8 @@ def _check_ranges(cfg: DictConfig) -> None:
             "rollout.max_tokens",
             "rollout.max_turns",
             "trainer.micro_batch_tokens",
+            "trainer.context_parallel",
+            "trainer.replicas",
         ),
         *("evaluation.num_samples", "evaluation.max_prompts", "scoring.processes"),
     ]
@@ -152,6 +154,16 @@ def _check_sizes(cfg: DictConfig) -> None:
         raise UserError(
             f"prompts_per_step={cfg.prompts_per_step} does not divide over the cluster's {num_ranks} processes x "
             f"algorithm.num_mini_batches={cfg.algorithm.num_mini_batches}; use a multiple of {share}"
+        )
+    for key in ("context_parallel", "replicas"):
+        if num_ranks % cfg.trainer[key]:
+            raise UserError(
+                f"trainer.{key}={cfg.trainer[key]} does not divide the cluster's {num_ranks} processes: start more of them"
+            )
+    if cfg.trainer.context_parallel > 1 and cfg.trainer.layout != "shared_prefix":
+        raise UserError(
+            f"trainer.context_parallel={cfg.trainer.context_parallel} splits rows of trainer.layout=shared_prefix, not "
+            f"of {cfg.trainer.layout}"
         )
     guides = [name for name in ("regex", "json_schema", "choice") if cfg.rollout[name]]
     if len(guides) > 1:

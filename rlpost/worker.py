@@ -282,23 +282,27 @@ def _policy(
 ) -> Policy:
     """Args: is_plain: whether every prompt's tokens come from the softmax alone."""
     torch.manual_seed(cfg.seed)
-    mesh = distributed.data_mesh()
+    t = cfg.trainer
+    distributed.split_context(t.context_parallel)
+    mesh = distributed.sharding_mesh(t.replicas)
     distribution = SamplingDistribution(
         sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.excluded
     )
 
     def scorer(checkpointing: bool) -> trainer_model.TokenScorer:
-        language_model = trainer_model.load(directory, cfg.trainer.layout, trust_remote_code).to(distributed.device())
-        return trainer_model.shard(language_model, distribution, mesh, cfg.trainer.precision, checkpointing, vision)
+        language_model = trainer_model.load(directory, t.layout, trust_remote_code)
+        return trainer_model.shard(
+            language_model, distribution, mesh, t.precision, checkpointing, vision, t.cpu_offload
+        )
 
-    policy_scorer = scorer(cfg.trainer.activation_checkpointing)
+    policy_scorer = scorer(t.activation_checkpointing)
     reference = scorer(False) if cfg.algorithm.kl.coef > 0 or cfg.algorithm.kl.measure else None
     o = cfg.optimizer
     optimizer = make_optimizer(policy_scorer, o.lr, o.betas, o.eps, o.weight_decay)
     a = cfg.algorithm
     scheduler = make_scheduler(optimizer, o.schedule, o.warmup_steps, cfg.steps * a.num_mini_batches * a.num_epochs)
     max_logprob_diff = cfg.rollout.max_logprob_diff
-    if cfg.trainer.precision == "bfloat16" and distributed.device().type == "cpu" and not has_bfloat16():
+    if t.precision == "bfloat16" and distributed.device().type == "cpu" and not has_bfloat16():
         log.warning("this CPU has no bfloat16 instructions: trainer.precision=float32 is several times as fast on it")
     if not is_plain and max_logprob_diff is not None:
         log.warning(
@@ -310,7 +314,7 @@ def _policy(
         max_completion_tokens=cfg.rollout.max_tokens,
         num_mini_batches=a.num_mini_batches,
         num_epochs=a.num_epochs,
-        micro_batch_tokens=cfg.trainer.micro_batch_tokens,
+        micro_batch_tokens=t.micro_batch_tokens,
         max_grad_norm=o.max_grad_norm,
         mask_truncated=a.mask_truncated,
         top_entropy_share=a.top_entropy_share,

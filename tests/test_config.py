@@ -129,6 +129,12 @@ def test_a_reward_group_that_is_one_target() -> None:
         ("samples_per_prompt=1", "samples_per_prompt=1 gives every completion the advantage 0"),
         ("prompts_per_step=6 algorithm.num_mini_batches=4", "prompts_per_step=6 does not divide"),
         ("prompts_per_step=3 cluster=cpu2", "use a multiple of 2"),
+        ("trainer.context_parallel=2", "trainer.context_parallel=2 does not divide the cluster's 1 processes"),
+        ("trainer.replicas=3 cluster=cpu2", "trainer.replicas=3 does not divide the cluster's 2 processes"),
+        (
+            "trainer.context_parallel=2 trainer.layout=padded cluster=cpu2",
+            "splits rows of trainer.layout=shared_prefix, not of padded",
+        ),
         ("prompts_per_step=8 cluster=slurm cluster.nodes=3 cluster.processes_per_node=2", "use a multiple of 6"),
         ("prompts_per_step=8 cluster=ray cluster.num_processes=3", "use a multiple of 3"),
         ("rollout.max_tokens=8000", "over the model's context of 8192 tokens"),

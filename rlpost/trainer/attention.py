@@ -5,7 +5,7 @@ mask over the whole row would compute every completion against every other and t
 skips the blocks that its mask leaves out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
 
+from rlpost.trainer import distributed
 from rlpost.types import PackedBatch, PackedGroup
 
 PACKED = "rlpost_packed"
+FLEX = "rlpost_flex"
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,34 @@ def packed_attention(
     return torch.cat(outputs).unsqueeze(0), None
 
 
-AttentionInterface.register(PACKED, packed_attention)
+def over_context(attention: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """The attention, also where ranks hold a part of the positions each: every rank computes whole rows for some heads.
+
+    Heads of keys and values are repeated as far as the ranks need one each. See context.py.
+    """
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **how: Any
+    ) -> tuple[Tensor, Any]:
+        if not how.pop("in_context", False):
+            return attention(module, query, key, value, attention_mask, **how)
+        repeats = _repeats(query.shape[1], key.shape[1], distributed.context_size())
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        whole = (distributed.scatter_heads(x[0].transpose(0, 1)).transpose(0, 1)[None] for x in (query, key, value))
+        output, _ = attention(module, *whole, attention_mask, **how)
+        return distributed.gather_heads(output[0])[None], None
+
+    return attend
+
+
+def _repeats(num_heads: int, num_kv_heads: int, size: int) -> int:
+    """How often each head of keys and values has to be there for every rank to have those of its query heads."""
+    per_head = num_heads // num_kv_heads
+    return next(n for n in range(1, per_head + 1) if per_head % n == 0 and (num_kv_heads * n) % size == 0)
+
+
+AttentionInterface.register(PACKED, over_context(packed_attention))
+AttentionInterface.register(FLEX, over_context(flex_attention_forward))
 
 
 def block_mask(batch: PackedBatch) -> Any:

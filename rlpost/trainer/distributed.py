@@ -1,6 +1,9 @@
 """Ranks and collectives: the only file that knows torch.distributed's communication.
 
 Every call works with one rank too, so there is one path.
+
+With context parallelism (`split_context`) consecutive ranks make a context group: they train on the same rollouts, and each
+holds a part of every row's positions. A context group is one data rank.
 """
 
 import os
@@ -18,9 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rlpost.data.balance import deal
+from rlpost.errors import UserError
 from rlpost.types import Rollout, StepTotals
 
 T = TypeVar("T")
+
+_ranks: DeviceMesh | None = None  # (data, context), once there is a context to split
 
 
 def init(timeout_s: float = 1800) -> None:
@@ -40,7 +46,21 @@ def init(timeout_s: float = 1800) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
+def split_context(size: int) -> None:
+    """Make context groups of `size` consecutive ranks.
+
+    Raises: UserError if the ranks do not divide into them.
+    """
+    global _ranks
+    if world_size() % size:
+        raise UserError(f"trainer.context_parallel={size} does not divide the run's {world_size()} ranks")
+    shape = (world_size() // size, size)
+    _ranks = init_device_mesh(device().type, shape, mesh_dim_names=("data", "context")) if size > 1 else None
+
+
 def shutdown() -> None:
+    global _ranks
+    _ranks = None
     side_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -66,8 +86,30 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def data_mesh() -> DeviceMesh:
-    return init_device_mesh(device().type, (world_size(),), mesh_dim_names=("dp",))
+def context_size() -> int:
+    return 1 if _ranks is None else _ranks.size(1)
+
+
+def context_rank() -> int:
+    return 0 if _ranks is None else _ranks.get_local_rank("context")
+
+
+def _data_group() -> dist.ProcessGroup | None:
+    """One rank of every context group, this one among them; None: all ranks."""
+    return None if _ranks is None else _ranks.get_group("data")
+
+
+def sharding_mesh(replicas: int = 1) -> DeviceMesh:
+    """All ranks in one dimension; with several replicas in two: gradients summed over the first, shards over the second.
+
+    Raises: UserError if the ranks do not divide into that many replicas.
+    """
+    if world_size() % replicas:
+        raise UserError(f"trainer.replicas={replicas} does not divide the run's {world_size()} ranks")
+    if replicas == 1:
+        return init_device_mesh(device().type, (world_size(),), mesh_dim_names=("shard",))
+    shape = (replicas, world_size() // replicas)
+    return init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 @lru_cache(maxsize=1)
@@ -85,6 +127,11 @@ def sum_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
     return _reduce(values, dist.ReduceOp.SUM)
 
 
+def sum_over_data(values: Mapping[str, float]) -> dict[str, float]:
+    """`sum_over_ranks` of what the ranks of a context group all hold, counted once for each of them."""
+    return _reduce(values, dist.ReduceOp.SUM, _data_group())
+
+
 def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
     """Largest of each named value over ranks; every rank gives the same names. NaN on any rank gives NaN."""
     has_nan = _reduce({name: float(value != value) for name, value in values.items()}, dist.ReduceOp.SUM)
@@ -97,17 +144,17 @@ def any_rank(flag: bool) -> bool:
     return bool(sum_over_ranks({"flag": float(flag)})["flag"])
 
 
-def _reduce(values: Mapping[str, float], op: dist.ReduceOp) -> dict[str, float]:
+def _reduce(values: Mapping[str, float], op: dist.ReduceOp, group: dist.ProcessGroup | None = None) -> dict[str, float]:
     names = sorted(values)
     tensor = torch.tensor([values[name] for name in names], dtype=torch.float64)
-    dist.all_reduce(tensor, op=op)
+    dist.all_reduce(tensor, op=op, group=group)
     return dict(zip(names, tensor.tolist(), strict=True))
 
 
 def sum_totals(totals: StepTotals) -> StepTotals:
-    """Totals of the step from the totals of each rank's share."""
+    """Totals of the step from the totals of each data rank's share."""
     counts = torch.tensor(astuple(totals)[:2])
-    dist.all_reduce(counts)
+    dist.all_reduce(counts, group=_data_group())
     return StepTotals(*counts.tolist(), max_completion_tokens=totals.max_completion_tokens)
 
 
@@ -120,8 +167,22 @@ def full(tensor: Tensor) -> Tensor:
 
 def gather_all(item: T) -> list[T]:
     """Every rank's object, in rank order, on every rank."""
-    gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, item)
+    return _gather(item, None)
+
+
+def gather_over_data(item: T) -> list[T]:
+    """`gather_all` of what the ranks of a context group all hold: once for each of them."""
+    return _gather(item, _data_group())
+
+
+def gather_in_context(item: T) -> list[T]:
+    """The objects of this rank's context group, in order, on each of its ranks."""
+    return [item] if _ranks is None else _gather(item, _ranks.get_group("context"))
+
+
+def _gather(item: T, group: dist.ProcessGroup | None) -> list[T]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, item, group=group)
     return gathered
 
 
@@ -145,9 +206,9 @@ def share_of(items: list[T]) -> list[T]:
 
 
 def balanced(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """This rank's share of everyone's rollouts: whole groups, dealt out anew so that the ranks have equal work.
+    """This rank's share of everyone's rollouts: whole groups, dealt out anew so that the data ranks have equal work.
 
-    Which prompts a rank sampled says nothing of how long the completions became.
+    Which prompts a rank sampled says nothing of how long the completions became. A context group's ranks get the same.
     """
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for share in gather_all(list(rollouts)):
@@ -155,5 +216,58 @@ def balanced(rollouts: Sequence[Rollout]) -> list[Rollout]:
             groups[rollout.prompt.group_id].append(rollout)
     ids = sorted(groups)
     sizes = [len(groups[i][0].prompt.token_ids) + sum(len(r.completion.token_ids) for r in groups[i]) for i in ids]
-    mine = deal(sizes, world_size())[rank()]
+    mine = deal(sizes, world_size() // context_size())[rank() // context_size()]
     return [rollout for index in mine for rollout in groups[ids[index]]]
+
+
+def scatter_heads(x: Tensor) -> Tensor:
+    """[positions here, H, D] -> [all positions, H / size, D] within the context group: for each rank its heads, whole."""
+    size = context_size()
+    parts = x.unflatten(1, (size, -1)).transpose(0, 1)  # [size of heads, S, H / size, D]
+    return _Transpose.apply(parts.contiguous()).flatten(0, 1)
+
+
+def gather_heads(x: Tensor) -> Tensor:
+    """[all positions, H / size, D] -> [positions here, H, D]: the way back."""
+    parts = x.unflatten(0, (context_size(), -1))  # [size of positions, S, H / size, D]
+    return _Transpose.apply(parts.contiguous()).transpose(0, 1).flatten(1, 2)
+
+
+class _Transpose(torch.autograd.Function):
+    """[size, ...]: part i goes to the context group's rank i, whose part for this rank takes its place. Its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts)
+        assert _ranks is not None
+        dist.all_to_all_single(received, parts, group=_ranks.get_group("context"))
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _Transpose.apply(grad.contiguous())
+
+
+def gather_tokens(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[sizes[i]] on the context group's rank i -> [sum of sizes], rank after rank, on each.
+
+    What is computed from them has to be the same on each rank: the gradient is that of this rank's own values in it.
+    """
+    return _GatherTokens.apply(values, tuple(sizes))
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        assert _ranks is not None
+        first = sum(sizes[: context_rank()])
+        ctx.own = slice(first, first + len(values))
+        longest = values.new_zeros(max(sizes))  # gloo gathers equal sizes only
+        longest[: len(values)] = values
+        received = [torch.empty_like(longest) for _ in sizes]
+        dist.all_gather(received, longest, group=_ranks.get_group("context"))
+        return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.own], None

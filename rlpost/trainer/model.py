@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rlpost.data.packing import Layout
 from rlpost.data.vision import Vision
@@ -15,14 +15,14 @@ from rlpost.errors import UserError
 from rlpost.models import load_model
 from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
 from rlpost.trainer import distributed
-from rlpost.trainer.attention import PACKED, block_mask, plan
+from rlpost.trainer.attention import FLEX, PACKED, block_mask, plan
+from rlpost.trainer.context import share
 from rlpost.trainer.linear import use_onednn
 from rlpost.types import PackedBatch, PackedGroup
 
 log = logging.getLogger(__name__)
 
 Precision = Literal["float32", "bfloat16"]
-FLEX = "flex_attention"  # transformers' name
 
 
 class TokenScorer(nn.Module):
@@ -61,16 +61,29 @@ class TokenScorer(nn.Module):
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Returns: logprobs [T] and entropy [T] under the sampling distribution, both with gradient."""
-        hidden = _hidden_states(self.language_model, batch, self.vision)
+        if distributed.context_size() == 1:
+            hidden = _hidden_states(self.language_model, batch, self.vision)
+            return self._score(hidden, batch.predictor_index, batch.target_ids)
+        mine = share(batch)
+        hidden = _hidden_states(self.language_model, mine.row, None, mine.positions)
+        logprobs, entropy = self._score(hidden, mine.predictor_index, mine.target_ids)
+        return mine.whole(logprobs), mine.whole(entropy)
+
+    def _score(self, hidden: Tensor, predictor_index: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
         # Not hidden[index]: completions share their prompt's last position, and the gradient of plain indexing adds up
         # such repeats in whatever order the threads come, so a run would not repeat to the last bit.
-        predicting = hidden.flatten(0, 1).index_select(0, batch.predictor_index)
+        predicting = hidden.flatten(0, 1).index_select(0, predictor_index)
         head = self.language_model.get_output_embeddings().weight
-        return token_logprobs(predicting, head, batch.target_ids, self.distribution)
+        return token_logprobs(predicting, head, target_ids, self.distribution)
 
 
-def _hidden_states(model: nn.Module, batch: PackedBatch, vision: Vision | None) -> Tensor:
-    """[R, W, H]: a completion's are those of its prompt and itself alone, in either layout."""
+def _hidden_states(
+    model: nn.Module, batch: PackedBatch, vision: Vision | None, positions: slice | None = None
+) -> Tensor:
+    """[R, W, H]: a completion's are those of its prompt and itself alone, in either layout.
+
+    Args: positions: of a row that ranks share, those of this one; None: all.
+    """
     if vision is not None:
         return _hidden_states_with_images(model, batch, vision)
     implementation = model.config._attn_implementation
@@ -80,9 +93,11 @@ def _hidden_states(model: nn.Module, batch: PackedBatch, vision: Vision | None) 
         attention = {"attention_mask": block_mask(batch)}
     else:  # the model makes its own mask, windows and all, from which places are padding
         attention = {"attention_mask": batch.group_index >= 0}
-    return model.base_model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **attention
-    ).last_hidden_state
+    ids, places = batch.input_ids, batch.position_ids
+    if positions is not None:
+        attention["in_context"] = True
+        ids, places = ids[:, positions], places[:, positions]
+    return model.base_model(input_ids=ids, position_ids=places, use_cache=False, **attention).last_hidden_state
 
 
 def _hidden_states_with_images(model: nn.Module, batch: PackedBatch, vision: Vision) -> Tensor:
@@ -162,30 +177,42 @@ def shard(
     precision: Precision = "float32",
     activation_checkpointing: bool = False,
     vision: Vision | None = None,
+    cpu_offload: bool = False,
 ) -> TokenScorer:
     """Wrap and shard with `fully_shard`: a unit per block, and the root with embeddings and head.
 
     Gradients are summed over ranks, not averaged: the objective's weights hold the step's denominators already. One
     rank in float32 has nothing to shard and nothing to cast, and is spared the copies.
 
-    Args: vision: of a model that takes images.
+    Args:
+        mesh: of one dimension, or (replicas, shards).
+        vision: of a model that takes images.
+        cpu_offload: between passes shards, gradients and the optimizer's states are in the host's memory.
+
+    Raises: UserError if the model's rows cannot be split over the ranks of a context group, or there is no GPU to offload.
     """
+    _check_context(model)
+    if cpu_offload and distributed.device().type == "cpu":
+        raise UserError("trainer.cpu_offload=true moves weights off a GPU, and there is none")
+    if not cpu_offload:
+        model.to(distributed.device())
     if activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only
         _disable_dropout(model)
     scorer = TokenScorer(model, distribution, vision)
     alone = mesh.size() == 1
-    if alone and precision == "float32":
+    if alone and precision == "float32" and not cpu_offload:
         return scorer
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if precision == "bfloat16"
         else MixedPrecisionPolicy()
     )
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for block in _blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not alone)
-    fully_shard(scorer, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=not alone)
+    fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     if alone:  # nothing to sum: a factor would only cost a pass over every gradient
         return scorer
     for module in scorer.modules():
@@ -193,6 +220,19 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
     return scorer
+
+
+def _check_context(model: nn.Module) -> None:
+    size = distributed.context_size()
+    if size == 1:
+        return
+    if model.config._attn_implementation not in (PACKED, FLEX):
+        raise UserError(
+            f"trainer.context_parallel={size}: {type(model).__name__} has trainer.layout=padded, whose rows are not split; "
+            "choose another architecture, or 1"
+        )
+    if (heads := model.config.get_text_config().num_attention_heads) % size:
+        raise UserError(f"trainer.context_parallel={size} has to divide the model's {heads} attention heads")
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -127,7 +127,7 @@ class Policy:
             "objective/pg_scale": sum(weight) / sum(grpo_weight) if sum(grpo_weight) else float("nan"),
             **{name: sum(values) / len(values) for name, values in means.items()},
             **{name: max(values) for name, values in maxima.items()},
-            "train/tokens_per_s": distributed.sum_over_ranks({"positions": positions})["positions"] / seconds,
+            "train/tokens_per_s": distributed.sum_over_data({"positions": positions})["positions"] / seconds,
         }
 
     @property
@@ -138,8 +138,13 @@ class Policy:
     def sequence_kl(self, rollouts: Sequence[Rollout]) -> list[float]:
         """k1 summed over each rollout's tokens: log-probability of the completion less the reference's, in nats."""
         assert self.reference is not None
-        (logprobs, _), (ref_logprobs, _) = self._score(self.scorer, rollouts), self._score(self.reference, rollouts)
-        return [(logprobs[i] - ref_logprobs[i])[_sampled(rollout)].sum().item() for i, rollout in enumerate(rollouts)]
+        shares = distributed.gather_in_context(list(rollouts))  # its ranks score the same rows
+        together = [rollout for share in shares for rollout in share]
+        (logprobs, _), (ref_logprobs, _) = self._score(self.scorer, together), self._score(self.reference, together)
+        first = sum(len(share) for share in shares[: distributed.context_rank()])
+        return [
+            (logprobs[i] - ref_logprobs[i])[_sampled(rollout)].sum().item() for i, rollout in enumerate(rollouts, first)
+        ]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, whole, under its name in the model's directory; a tied one once."""
@@ -173,14 +178,12 @@ class Policy:
         num_batches = int(distributed.max_over_ranks({"n": len(batches)})["n"])
         batches += [empty_batch(layout) for _ in range(num_batches - len(batches))]
 
-        def joined(values: Mapping[int, Tensor], batch: PackedBatch) -> Tensor:
-            parts = [values[i] for i in batch.rollout_ids]
-            return torch.cat(parts) if parts else torch.zeros(0)
+        def joined(name: str, batch: PackedBatch) -> Tensor:
+            parts = [attached[name][i] for i in batch.rollout_ids]
+            return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool if name == "keep" else torch.float32)
 
         batches = [replace(batch, rollout_ids=[members[i] for i in batch.rollout_ids]) for batch in batches]
-        return [
-            replace(batch, **{name: joined(values, batch) for name, values in attached.items()}) for batch in batches
-        ]
+        return [replace(batch, **{name: joined(name, batch) for name in attached}) for batch in batches]
 
     @torch.no_grad()
     def _score(self, scorer: TokenScorer, rollouts: Sequence[Rollout]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -198,7 +201,9 @@ class Policy:
         """Which tokens lie in the top share of the whole step's entropies, over all ranks; ties are kept."""
         kept = self._loss_masks(rollouts)
         active = [entropy[i][_sampled(rollout)] for i, rollout in enumerate(rollouts) if kept[i]]
-        everyones = torch.cat([torch.zeros(0), *(values for part in distributed.gather_all(active) for values in part)])
+        everyones = torch.cat(
+            [torch.zeros(0), *(values for part in distributed.gather_over_data(active) for values in part)]
+        )
         count = math.ceil(share * len(everyones))
         threshold = everyones.topk(count).values[-1] if count else float("inf")
         return {i: values >= threshold for i, values in entropy.items()}
@@ -247,7 +252,7 @@ class Policy:
         for number, batch in enumerate(batches, start=1):
             self.scorer.hold_gradients(number < len(batches))
             run(to_device(batch)).backward()
-        sums, maxima = distributed.sum_over_ranks(sums), distributed.max_over_ranks(maxima)
+        sums, maxima = distributed.sum_over_data(sums), distributed.max_over_ranks(maxima)
 
         if np.isnan(maxima["policy/ratio_max"]):
             raise FloatingPointError("a log-probability is not a number: the run has diverged; lower optimizer.lr")

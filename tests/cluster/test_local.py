@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from rlpost.cluster.local import Local
 from rlpost.errors import UserError
 from tests.runs import TINY, exact, rank_pids, rlpost, start, wait_for_steps
 
-RANKS = [*TINY, "cluster=cpu2", "rollout=transformers", "tracking=none", "steps=6", "checkpoint.every=2"]
+RANKS = [
+    *TINY,
+    *("cluster=cpu2", "rollout=transformers", "tracking=none", "steps=6", "checkpoint.every=2", "prompts_per_step=6"),
+]
 
 
 def test_a_gpu_a_process_needs_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +58,19 @@ def test_a_killed_rank_ends_the_run_with_its_name(uninterrupted: Path, work: Pat
     assert (status["state"], status["error"]) == ("failed", "rank 1 was ended by SIGKILL")
     rlpost(work, "run_dir=killed", "resume=true")
     assert exact(work / "killed") == exact(uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_two_ranks_checkpoint_goes_on_with_other_ranks(uninterrupted: Path, work: Path, ranks: int) -> None:
+    run = work / f"on {ranks}"
+    shutil.copytree(uninterrupted, run)
+    shutil.rmtree(run / "checkpoints/step-000006")
+    (run / "status.json").unlink()
+    rlpost(work, f"run_dir='{run}'", "resume=true", f"cluster.num_processes={ranks}")
+    for row, expected in zip(exact(run), exact(uninterrupted), strict=True):
+        known = {name: value for name, value in expected.items() if value is not None}
+        assert {name: row[name] for name in known} == pytest.approx(known, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.slow

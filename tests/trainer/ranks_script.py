@@ -1,4 +1,4 @@
-"""Run under torchrun: gradients of every reducer in float64, the rollouts spread over the ranks; rank 0 saves them.
+"""Run under torchrun: gradients of every reducer in float64, under every way to arrange the ranks; rank 0 saves them.
 
 torchrun --nproc-per-node=N -m tests.trainer.ranks_script OUT
 """
@@ -19,8 +19,12 @@ from rlpost.types import Rollout
 from tests.objective.test_objective import CORRECTIONS, LOSSES, REDUCERS
 from tests.trainer.test_policy import rollouts
 
-# Uneven: with two ranks one has twice the tokens, and with a small budget more micro-batches.
+# Uneven: with two data ranks one has thrice the other's groups, with four two have none.
 OWNER = {0: 0, 1: 0, 2: 1, 3: 0}
+# (trainer.context_parallel, trainer.replicas) of four ranks
+GRIDS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
+WHOLE = GRIDS[:2]  # with every reducer and loss; the others with some
+SOME = ["reducer drgrpo", "reducer function", "loss gspo", "everything"]
 
 
 def near(policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
@@ -35,37 +39,58 @@ def near(policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
     return moved
 
 
+def update(name: str, context: int, replicas: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Metrics and whole gradients of one case."""
+    kind, _, which = name.partition(" ")
+    directory = TinyLlama(num_heads=4, num_kv_heads=2).directory()
+    distributed.split_context(context)
+    mesh = distributed.sharding_mesh(replicas)
+
+    def scorer(path: Path, checkpointing: bool = False) -> trainer_model.TokenScorer:
+        language_model = trainer_model.load(path).double()
+        return trainer_model.shard(language_model, SamplingDistribution(0.7, top_k=50), mesh, "float32", checkpointing)
+
+    loss = LOSSES[which if kind == "loss" else "clipped"]
+    reducer = REDUCERS[which if kind == "reducer" else "grpo"]
+    # Without the entropy's pull, a rank whose groups have no advantage has no backward pass of its own.
+    objective = Objective(loss, reducer) if kind == "idle" else Objective(loss, reducer, CORRECTIONS, entropy_coef=0.01)
+    settings = UpdateSettings(max_completion_tokens=8, micro_batch_tokens=24, max_grad_norm=None)
+    reference = None
+    if kind == "everything":
+        objective = Objective(loss, reducer, kl_coef=0.1, entropy_coef=0.01)
+        settings = replace(settings, num_mini_batches=2, top_entropy_share=0.5)
+        reference = scorer(TinyLlama(num_heads=4, num_kv_heads=2, seed=1).directory())
+    ours = scorer(directory, checkpointing=kind == "everything")
+    optimizer = make_optimizer(ours, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    policy = Policy(ours, reference, objective, optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)
+
+    size, here = distributed.world_size() // context, distributed.rank() // context
+    share = near(policy, [r for r in rollouts() if OWNER[r.prompt.group_id] % size == here])
+    if kind == "idle":
+        share = [replace(r, advantage=0.0 if OWNER[r.prompt.group_id] else r.advantage) for r in share]
+    metrics = policy.update(share, [0, 1, 2, 3], step=1)
+    metrics.pop("train/tokens_per_s")
+    if reference is not None:  # of rollouts that each rank has sampled for itself, whatever it trains on
+        own = distributed.share_of(rollouts())
+        kls = distributed.gather_all(list(zip(map(place, own), policy.sequence_kl(own), strict=True)))
+        metrics |= {f"kl of {name}": kl for part in kls for name, kl in part}
+    return metrics, {n: distributed.full(p.grad).clone() for n, p in ours.named_parameters()}
+
+
+def place(rollout: Rollout) -> tuple[int, int]:
+    return rollout.prompt.group_id, rollout.sample_index
+
+
 def main(out: str) -> None:
     distributed.init()
-    everyones = rollouts()
-    mine = [r for r in everyones if OWNER[r.prompt.group_id] % distributed.world_size() == distributed.rank()]
-    results = {}
-    cases = [
-        *((f"reducer {n}", LOSSES["clipped"], r) for n, r in REDUCERS.items()),
-        *((f"loss {n}", value, REDUCERS["grpo"]) for n, value in LOSSES.items()),
-        ("idle", LOSSES["clipped"], REDUCERS["grpo"]),
-    ]
-    for name, loss, reducer in cases:
-        language_model = trainer_model.load(TinyLlama().directory()).double()
-        scorer = trainer_model.shard(language_model, SamplingDistribution(0.7, top_k=50), distributed.data_mesh())
-        optimizer = make_optimizer(scorer, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-        settings = UpdateSettings(max_completion_tokens=8, micro_batch_tokens=24, max_grad_norm=None)
-        # Without the entropy's pull, a rank whose groups have no advantage has no backward pass of its own.
-        objective = (
-            Objective(loss, reducer) if name == "idle" else Objective(loss, reducer, CORRECTIONS, entropy_coef=0.01)
-        )
-        policy = Policy(scorer, None, objective, optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)
-        share = near(policy, mine)
-        if name == "idle":
-            share = [replace(r, advantage=0.0 if OWNER[r.prompt.group_id] else r.advantage) for r in share]
-        metrics = policy.update(share, [0, 1, 2, 3], step=1)
-        metrics.pop("train/tokens_per_s")
-        gradients = {n: distributed.full(p.grad).clone() for n, p in scorer.named_parameters()}
-        results[name] = (metrics, gradients)
-    before = distributed.gather_all([(r.prompt.group_id, r.sample_index) for r in mine])
-    after = distributed.gather_all([(r.prompt.group_id, r.sample_index) for r in distributed.balanced(mine)])
+    every = [*(f"reducer {n}" for n in REDUCERS), *(f"loss {n}" for n in LOSSES), "idle", "everything"]
+    grids = GRIDS if distributed.world_size() == 4 else [(1, 1)]
+    updates = {grid: {name: update(name, *grid) for name in (every if grid in WHOLE else SOME)} for grid in grids}
+    distributed.split_context(1)
+    mine = [r for r in rollouts() if OWNER[r.prompt.group_id] % distributed.world_size() == distributed.rank()]
+    dealt = [distributed.gather_all([place(r) for r in share]) for share in (mine, distributed.balanced(mine))]
     if distributed.is_main():
-        torch.save({"updates": results, "dealt": (before, after)}, Path(out))
+        torch.save({"updates": updates, "dealt": dealt}, Path(out))
     distributed.shutdown()
 
 

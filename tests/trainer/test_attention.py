@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.data.packing import attention_mask, pack
+from rlpost.errors import UserError
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.trainer import attention, distributed
 from rlpost.trainer import model as trainer_model
@@ -65,7 +66,7 @@ def test_the_mask_for_gpus_says_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def scorer(tiny_dir: Path, process_group: None) -> trainer_model.TokenScorer:
-    return trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.data_mesh())
+    return trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
 
 
 def scored(scorer: trainer_model.TokenScorer, completions: list[list[int]], prompts: list[list[int]]) -> Iterator[Any]:
@@ -114,7 +115,7 @@ def test_a_sliding_window_gets_a_row_a_completion(
         model = trainer_model.load(tmp_path)
     assert "sliding_attention" in caplog.text
     assert "row of its own" in caplog.text
-    scorer = trainer_model.shard(model, SamplingDistribution(), distributed.data_mesh())
+    scorer = trainer_model.shard(model, SamplingDistribution(), distributed.sharding_mesh())
     assert scorer.layout == "padded"
     made = [make_rollout(0, list(range(3, 12)), c) for c in ([20, 21, 22, 23, 24], [25, 26])]
     (batch,) = pack(made, [True] * 2, 1000, scorer.layout)
@@ -150,3 +151,30 @@ def test_a_model_that_drops_what_it_is_handed_is_found_out(
         attention.AttentionInterface.register(attention.PACKED, attention.packed_attention)
     assert model.config._attn_implementation == "sdpa"
     assert "a packed row changes its output" in caplog.text
+
+
+def test_heads_of_keys_are_repeated_as_far_as_every_rank_needs_one() -> None:
+    heads = [(8, 2, 2), (8, 2, 4), (8, 2, 8), (9, 3, 3), (9, 3, 9), (12, 4, 6), (2, 1, 2), (4, 4, 4)]
+    assert [attention._repeats(*each) for each in heads] == [1, 2, 4, 1, 3, 3, 2, 1]
+
+
+def test_a_row_that_cannot_be_split_over_ranks_is_refused(
+    tiny_dir: Path, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MistralForCausalLM(MistralConfig(**SMALL, sliding_window=3)).save_pretrained(tmp_path)
+    for directory, size, reason in (
+        (tmp_path, 2, "MistralForCausalLM has trainer.layout=padded, whose rows are not split"),
+        (tiny_dir, 3, "trainer.context_parallel=3 has to divide the model's 2 attention heads"),
+    ):
+        monkeypatch.setattr("rlpost.trainer.distributed.context_size", lambda size=size: size)
+        with pytest.raises(UserError, match=reason):
+            trainer_model.shard(trainer_model.load(directory), SamplingDistribution(), distributed.sharding_mesh())
+
+
+def test_offloading_needs_a_gpu(tiny_dir: Path, process_group: None) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to offload")
+    with pytest.raises(UserError, match=r"trainer\.cpu_offload=true moves weights off a GPU"):
+        trainer_model.shard(
+            trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh(), cpu_offload=True
+        )

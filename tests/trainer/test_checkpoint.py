@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def with_reference(tiny_dir: Path) -> Policy:
-    mesh = distributed.data_mesh()
+    mesh = distributed.sharding_mesh()
     reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
     return make_policy(tiny_dir, reference=reference, objective=Objective(kl_coef=0.1), reference_every=1)
 
@@ -56,7 +56,7 @@ def test_a_restored_policy_goes_on_bit_for_bit(tiny_dir: Path, tmp_path: Path) -
 
 
 def test_a_reference_that_stays_is_not_saved(tiny_dir: Path, tmp_path: Path) -> None:
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.data_mesh())
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
     staying = make_policy(tiny_dir, reference=reference, objective=Objective(kl_coef=0.1))
     sizes = []
     for step, policy in enumerate((staying, with_reference(tiny_dir)), start=1):

@@ -22,7 +22,7 @@ EXCLUDED = 259
 def scorer(tiny_vision_dir: Path, vision: Vision, process_group: None) -> trainer_model.TokenScorer:
     language_model = trainer_model.load(tiny_vision_dir).double()
     distribution = SamplingDistribution(excluded=(EXCLUDED,))
-    return trainer_model.shard(language_model, distribution, distributed.data_mesh(), vision=vision)
+    return trainer_model.shard(language_model, distribution, distributed.sharding_mesh(), vision=vision)
 
 
 def rollouts(vision: Vision, *examples: Example) -> list[Rollout]:

@@ -33,7 +33,7 @@ def backward_nodes(output: torch.Tensor) -> Iterator[str]:
 def test_no_gradient_adds_up_in_an_order_that_threads_decide(loss: str, tiny_dir: Path) -> None:
     """Indexing with repeats (IndexBackward0) sums by atomic additions on several threads: equal runs would differ in
     their last bits whenever the machine is busy."""
-    scorer = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.data_mesh())
+    scorer = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
     made = rollouts()
     (batch,) = pack(made, [True] * len(made), 10_000)
     objective = Objective(LOSSES[loss], REDUCERS["function"], CORRECTIONS, entropy_coef=0.1)

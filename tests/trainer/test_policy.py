@@ -53,7 +53,7 @@ def make_policy(
 ) -> Policy:
     language_model = trainer_model.load(directory, layout)
     scorer = trainer_model.shard(
-        language_model, SamplingDistribution(temperature), distributed.data_mesh(), precision, checkpointing
+        language_model, SamplingDistribution(temperature), distributed.sharding_mesh(), precision, checkpointing
     )
     objective = settings.pop("objective", Objective())
     reference = settings.pop("reference", None)
@@ -218,7 +218,7 @@ def test_adamw_takes_the_divisor_away(tiny_dir: Path) -> None:
 
     def path(divisor: float, eps: float) -> torch.Tensor:
         language_model = trainer_model.load(tiny_dir).double()
-        scorer = trainer_model.shard(language_model, SamplingDistribution(), distributed.data_mesh())
+        scorer = trainer_model.shard(language_model, SamplingDistribution(), distributed.sharding_mesh())
         optimizer = make_optimizer(scorer, 1e-3, (0.9, 0.95), eps, 0.0)
         settings = UpdateSettings(max_completion_tokens=8, max_grad_norm=None)
         objective = Objective(reducer=ConstantDivisor(divisor))
@@ -241,7 +241,7 @@ class Undeclared(ClippedLoss):
 
 def in_float64(directory: Path, objective: Objective, **settings: object) -> Policy:
     scorer = trainer_model.shard(
-        trainer_model.load(directory).double(), SamplingDistribution(), distributed.data_mesh()
+        trainer_model.load(directory).double(), SamplingDistribution(), distributed.sharding_mesh()
     )
     optimizer = make_optimizer(scorer, 1e-3, (0.9, 0.95), 1e-8, 0.0)
     settings = UpdateSettings(max_completion_tokens=8, micro_batch_tokens=30, **settings)
@@ -319,7 +319,7 @@ def test_top_entropy_tokens_alone_give_a_policy_gradient(tiny_dir: Path) -> None
 
 
 def test_the_reference_can_follow_the_policy(tiny_dir: Path) -> None:
-    mesh = distributed.data_mesh()
+    mesh = distributed.sharding_mesh()
     made = rollouts()
     reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
     objective = Objective(ClippedLoss(), kl_coef=0.1)
@@ -333,7 +333,7 @@ def test_the_reference_can_follow_the_policy(tiny_dir: Path) -> None:
 
 
 def test_the_kl_of_a_sequence_is_its_log_ratio(tiny_dir: Path) -> None:
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.data_mesh())
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
     policy = make_policy(tiny_dir, reference=reference)
     made = rollouts()
     assert policy.sequence_kl(made) == pytest.approx([0.0] * len(made), abs=1e-5)
@@ -404,7 +404,7 @@ def test_truncated_completions_can_be_masked(tiny_dir: Path) -> None:
 
 
 def test_the_reference_pulls_back(tiny_dir: Path) -> None:
-    mesh = distributed.data_mesh()
+    mesh = distributed.sharding_mesh()
     reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
     objective = Objective(ClippedLoss(), kl_coef=0.1)
     policy = make_policy(tiny_dir, reference=reference, objective=objective)
@@ -415,7 +415,7 @@ def test_the_reference_pulls_back(tiny_dir: Path) -> None:
 
 
 def test_the_kl_can_be_measured_without_a_term_in_the_loss(tiny_dir: Path) -> None:
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.data_mesh())
+    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
     measuring, plain = make_policy(tiny_dir, reference=reference), make_policy(tiny_dir)
     made = rollouts()
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Two real gloo ranks against one: every reducer and every loss, to float64 rounding."""
+"""Four real gloo ranks against one: every reducer and every loss, sharded, replicated and in context groups."""
 
 import os
 import subprocess
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.trainer.ranks_script import GRIDS, SOME, WHOLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,24 +25,30 @@ def run(num_ranks: int, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_have_one_ranks_gradients_and_metrics(tmp_path: Path) -> None:
-    alone, together = run(1, tmp_path / "one.pt"), run(2, tmp_path / "two.pt")
-    one, two = alone["updates"], together["updates"]
-    assert len(one) == 15
-    for name, (metrics, grads) in one.items():
-        assert two[name][0] == pytest.approx(metrics, rel=1e-10, abs=1e-12), name
-        assert any(grad.abs().max() > 1e-6 for grad in grads.values()), name
-        for parameter, grad in grads.items():
-            torch.testing.assert_close(two[name][1][parameter], grad, rtol=1e-9, atol=1e-12, msg=f"{name} {parameter}")
+def test_ranks_have_one_ranks_gradients_and_metrics_however_they_are_arranged(tmp_path: Path) -> None:
+    alone, together = run(1, tmp_path / "one.pt"), run(4, tmp_path / "four.pt")
+    one = alone["updates"][1, 1]
+    assert len(one) == 16
+    assert list(together["updates"]) == GRIDS
+    for grid, updates in together["updates"].items():
+        assert len(updates) == (len(one) if grid in WHOLE else len(SOME))
+        for name, (metrics, gradients) in updates.items():
+            expected_metrics, expected = one[name]
+            assert metrics == pytest.approx(expected_metrics, rel=1e-10, abs=1e-12), (grid, name)
+            assert any(gradient.abs().max() > 1e-6 for gradient in expected.values()), name
+            for parameter, gradient in gradients.items():
+                message = f"{grid} {name} {parameter}"
+                torch.testing.assert_close(gradient, expected[parameter], rtol=1e-9, atol=1e-12, msg=message)
     # The policy gradient is in it: reducers differ, and the corrections keep a part.
     norms = {metrics["policy/grad_norm"] for name, (metrics, _) in one.items() if name.startswith("reducer")}
     assert len({round(norm, 6) for norm in norms}) >= 5
     assert 0.1 < one["reducer grpo"][0]["objective/sequence_cut"] < 0.9
+    assert sum(name.startswith("kl of") for name in one["everything"][0]) == 12
 
-    # Groups of 4, 5, 6 and 7 prompt tokens and about as many completion tokens, dealt out anew: two to each rank.
+    # Groups of 4, 5, 6 and 7 prompt tokens and about as many completion tokens, dealt out anew: one to each rank.
     before, after = together["dealt"]
-    assert [len(share) for share in before] == [9, 3]
-    assert [len(share) for share in after] == [6, 6]
+    assert [len(share) for share in before] == [9, 3, 0, 0]
+    assert [len(share) for share in after] == [3, 3, 3, 3]
     assert sorted(place for share in after for place in share) == sorted(place for share in before for place in share)
-    assert all(len({group for group, _ in share}) == 2 for share in after)
+    assert all(len({group for group, _ in share}) == 1 for share in after)
     assert sorted(alone["dealt"][1][0]) == sorted(alone["dealt"][0][0])
