@@ -122,7 +122,7 @@ class Loop:
             metrics = self.policy.update(trained, group_ids, step)
         with _timed(seconds, "sync"):
             progress.phase(step, "weight sync")
-            self.engine.load_weights(self.policy.named_weights())
+            self.engine.load_weights(self.policy.named_weights(), step)
 
         self._step_ended = time.perf_counter()
         seconds["step"] = self._step_ended - started

@@ -19,7 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from rlpost.data.vision import open_image
 from rlpost.rollout.engine import Sampling, check_fits
-from rlpost.types import Completion, Prompt
+from rlpost.types import Completion, FinishReason, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class VLLMEngine:
         if torch.get_num_threads() != threads:
             log.warning("vLLM changed the number of threads from %d to %d", threads, torch.get_num_threads())
         self._tokenizer = self._llm.get_tokenizer()
+        self._version = 0
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
@@ -87,6 +88,7 @@ class VLLMEngine:
         if not prompts:
             return
         check_fits(prompts, sampling, self._max_model_len)
+        version = self._version
         # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
         self._llm.reset_prefix_cache()
         requests = [_request(prompt) for prompt in prompts]
@@ -101,13 +103,14 @@ class VLLMEngine:
                         raise RuntimeError(
                             "vLLM continued other tokens than it was given: it expands images differently"
                         )
-                    yield place, self._completion(output.outputs[0])
+                    yield place, self._completion(output.outputs[0], version)
 
-    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
         self._llm.apply_model(_refresh_head)
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_encoder_cache()  # what images looked like to the old weights
+        self._version = version
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -130,11 +133,12 @@ class VLLMEngine:
             detokenize=bool(sampling.stop),  # stop strings are looked for in the text
         )
 
-    def _completion(self, output: Any) -> Completion:
+    def _completion(self, output: Any, version: int) -> Completion:
         token_ids = tuple(output.token_ids)
         logprobs = tuple(at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True))
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Completion(token_ids, logprobs, text, "length" if output.finish_reason == "length" else "stop")
+        reason: FinishReason = "length" if output.finish_reason == "length" else "stop"
+        return Completion(token_ids, logprobs, text, reason, policy_version=version)
 
 
 def _request(prompt: Prompt) -> dict[str, Any]:
