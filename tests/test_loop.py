@@ -34,6 +34,9 @@ class Scripted:
 
     def load_weights(self, named_weights: Iterable[Any], version: int) -> None: ...
 
+    def metrics(self) -> dict[str, float]:
+        return {"servers": 2.0}
+
     def close(self) -> None: ...
 
 

@@ -120,6 +120,10 @@ class Engine(Protocol):
         """
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """What it has to say of itself since it was last asked, reported as rollout/<name>, the sum over ranks."""
+        ...
+
     def close(self) -> None: ...
 
 

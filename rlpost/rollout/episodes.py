@@ -125,6 +125,9 @@ class Episodes:
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._engine.load_weights(named_weights, version)
 
+    def metrics(self) -> dict[str, float]:
+        return self._engine.metrics()
+
     def close(self) -> None:
         self._engine.close()
 

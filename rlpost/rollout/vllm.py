@@ -13,12 +13,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rlpost.data.vision import open_image
 from rlpost.rollout.engine import Sampling, check_fits
+from rlpost.rollout.vllm_request import sampling_params
+from rlpost.rollout.worker_extension import refresh_head
 from rlpost.types import Completion, FinishReason, Prompt
 
 log = logging.getLogger(__name__)
@@ -107,31 +109,22 @@ class VLLMEngine:
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
-        self._llm.apply_model(_refresh_head)
+        self._llm.apply_model(refresh_head)
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_encoder_cache()  # what images looked like to the old weights
         self._version = version
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=list(sampling.stop) or None,
-            bad_words=list(sampling.bad_words) or None,
-            logit_bias=sampling.biases or None,
-            structured_outputs=_guide(sampling) if sampling.is_guided else None,
-            stop_token_ids=self._end_token_ids,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            logprobs=0,  # the sampled token's own
-            detokenize=bool(sampling.stop),  # stop strings are looked for in the text
-        )
+        fields = sampling_params(sampling, seed, self._end_token_ids)
+        if (guide := fields["structured_outputs"]) is not None:
+            fields["structured_outputs"] = StructuredOutputsParams(**guide)
+        return SamplingParams(**fields)
 
     def _completion(self, output: Any, version: int) -> Completion:
         token_ids = tuple(output.token_ids)
@@ -148,19 +141,6 @@ def _request(prompt: Prompt) -> dict[str, Any]:
     return {"prompt_token_ids": list(prompt.unexpanded_ids), "multi_modal_data": {"image": images}}
 
 
-def _guide(sampling: Sampling) -> StructuredOutputsParams:
-    return StructuredOutputsParams(
-        regex=sampling.regex, json=sampling.json_schema, choice=list(sampling.choice) or None
-    )
-
-
 def _number(request_id: str) -> int:
     """vLLM counts its requests, and gives them ids of "number" or "number-suffix"."""
     return int(request_id.partition("-")[0])
-
-
-def _refresh_head(model: nn.Module) -> None:
-    """On CPUs the head multiplies by a repacked copy of its weight, which reloading a tied embedding leaves stale."""
-    head = getattr(model, "lm_head", None)
-    if head is not None and hasattr(head, "quant_method"):
-        head.quant_method.process_weights_after_loading(head)
