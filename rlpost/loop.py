@@ -122,7 +122,7 @@ class Loop:
             metrics = self.policy.update(trained, group_ids, step)
         with _timed(seconds, "sync"):
             progress.phase(step, "weight sync")
-            self.engine.load_weights(self.policy.named_weights())
+            self.engine.load_weights(self.policy.named_weights(), step)
 
         self._step_ended = time.perf_counter()
         seconds["step"] = self._step_ended - started
@@ -135,6 +135,7 @@ class Loop:
             with _timed(seconds, "evaluation"):
                 progress.phase(step, "evaluation")
                 evaluation = self.evaluator(self._state(step))
+        engine_metrics = distributed.sum_over_ranks(self.engine.metrics())
         everyones = [r for share in distributed.gather_to_main(sampled) for r in share]
         # They may have been trained on elsewhere than they were sampled.
         known = distributed.gather_to_main({(r.prompt.group_id, r.sample_index): r.trainer_logprobs for r in trained})
@@ -148,6 +149,7 @@ class Loop:
             metrics.update({f"time/{name}": value for name, value in seconds.items()})
             metrics["rollout/tokens_per_s"] = total / seconds["rollout"]
             metrics["rollout/staleness"] = 0
+            metrics.update({f"rollout/{name}": value for name, value in engine_metrics.items()})
             metrics["tokens/total"] = self.tokens
             metrics["memory/rss_gb"] = psutil.Process().memory_info().rss / 1e9
             self.tracker.log(step, metrics, everyones)

@@ -63,6 +63,7 @@ def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
     rows = [
         {
             "step": step,
+            "policy_version": r.completion.policy_version,
             "group_id": r.prompt.group_id,
             "sample_index": r.sample_index,
             "prompt": r.prompt.text,

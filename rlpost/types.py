@@ -58,6 +58,7 @@ class Completion:
     sampled: tuple[bool, ...] | None = None  # which tokens the model sampled, replies between turns not; None: all
     messages: tuple[Mapping[str, str], ...] = ()  # of an episode: the model's turns and the replies to them
     environment_reward: float | None = None
+    policy_version: int = 0  # the step whose weights sampled it (the oldest, of several); 0: the initial model
 
 
 @dataclass

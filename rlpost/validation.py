@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -33,6 +34,8 @@ def validate(cfg: DictConfig) -> None:
         _check_reducer_function(cfg)
     _check_ranges(cfg)
     _check_sizes(cfg)
+    if str(cfg.rollout.engine._target_).endswith(".VLLMServers"):
+        _check_servers(cfg)
 
 
 def _check_reducer_function(cfg: DictConfig) -> None:
@@ -47,6 +50,39 @@ def _check_reducer_function(cfg: DictConfig) -> None:
     if signature is not None and list(signature.parameters)[:4] != expected:
         raise UserError(
             f"reducer.path={path}: takes ({', '.join(signature.parameters)}); expected ({', '.join(expected)}=False)"
+        )
+
+
+def _check_servers(cfg: DictConfig) -> None:
+    """Where rollout servers are: listed, or started by the run."""
+    engine, key = cfg.rollout.engine, "rollout.engine"
+    urls = engine.get("urls") or []
+    num_servers = engine.get("num_servers")
+    if num_servers is not None and num_servers < 1:
+        raise UserError(f"{key}.num_servers={num_servers}: expected a whole number, at least 1")
+    if urls and num_servers is not None:
+        raise UserError(f"{key}.urls and {key}.num_servers: servers are listed or started, not both; set one of them")
+    places = []
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            parts, port = urlsplit(""), 0
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise UserError(f"{key}.urls: {url!r} is not a server's address; expected http://host:port")
+        places.append((parts.hostname, port))
+    if len(set(places)) < len(places):
+        raise UserError(f"{key}.urls={list(urls)}: a server is listed twice")
+    if urls and len(urls) < _num_ranks(cfg.cluster):
+        raise UserError(
+            f"{key}.urls lists {len(urls)} servers for the cluster's {_num_ranks(cfg.cluster)} processes, which share them "
+            "out; list one for each at least"
+        )
+    elsewhere = [host for host, _ in places if host not in ("localhost", "127.0.0.1", "::1")]
+    if elsewhere and engine.get("weights_dir") is None:
+        raise UserError(
+            f"{key}.urls: {elsewhere[0]} may be another machine; set {key}.weights_dir to a directory that it and this one see"
         )
 
 

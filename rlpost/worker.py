@@ -232,7 +232,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         loop.stream.load_state_dict(state["stream"])
         if "advantage" in state:
             advantage.load_state_dict(state["advantage"])
-        engine.load_weights(policy.named_weights())
+        engine.load_weights(policy.named_weights(), loop.step)
     if tracker:
         tracker.resume_after(loop.step)
     progress = StepProgress(cfg.steps, loop.step, enabled=main_rank)

@@ -32,7 +32,10 @@ class Scripted:
             text = prompt.text[i % len(prompt.text)]
             yield place, Completion((1,) * (i + 1), (0.0,) * (i + 1), text, "stop")
 
-    def load_weights(self, named_weights: Iterable[Any]) -> None: ...
+    def load_weights(self, named_weights: Iterable[Any], version: int) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {"servers": 2.0}
 
     def close(self) -> None: ...
 

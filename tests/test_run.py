@@ -55,6 +55,9 @@ def test_a_run_leaves_its_whole_record(finished: tuple[Path, str, str], work: Pa
         pq.read_table(run / "completions" / f"step-{s:06d}.parquet").column("num_tokens").to_numpy().sum()
         for s in (1, 2, 3)
     )
+    for step in (1, 2, 3):
+        table = pq.read_table(run / "completions" / f"step-{step:06d}.parquet")
+        assert set(table.column("policy_version").to_pylist()) == {step - 1}
     status = json.loads((run / "status.json").read_text())
     result = json.loads((run / "result.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 3)

@@ -113,8 +113,15 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over every parameter, and forget whatever was computed with the old ones."""
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over every parameter, and forget whatever was computed with the old ones.
+
+        Args: version: of the weights, the `policy_version` of what they sample; 0 is what the engine was built with.
+        """
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What it has to say of itself since it was last asked, reported as rollout/<name>, the sum over ranks."""
         ...
 
     def close(self) -> None: ...

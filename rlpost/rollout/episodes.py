@@ -61,6 +61,7 @@ class _Running:
     messages: list[Mapping[str, str]] = field(default_factory=list)
     turns: int = 0
     reward: float = 0.0
+    versions: list[int] = field(default_factory=list)
 
     def add_turn(self, turn: Completion, text: str) -> None:
         self.token_ids += turn.token_ids
@@ -68,6 +69,7 @@ class _Running:
         self.sampled += [True] * len(turn.token_ids)
         self.messages.append({"role": "assistant", "content": text})
         self.turns += 1
+        self.versions.append(turn.policy_version)
 
     def add_reply(self, messages: Sequence[Mapping[str, str]], token_ids: Sequence[int]) -> None:
         self.token_ids += token_ids
@@ -84,6 +86,7 @@ class _Running:
             sampled=tuple(self.sampled),
             messages=tuple(self.messages),
             environment_reward=self.reward,
+            policy_version=min(self.versions),
         )
 
 
@@ -119,8 +122,11 @@ class Episodes:
                     del running[place]
                     yield place, whole
 
-    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._engine.load_weights(named_weights)
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._engine.load_weights(named_weights, version)
+
+    def metrics(self) -> dict[str, float]:
+        return self._engine.metrics()
 
     def close(self) -> None:
         self._engine.close()

@@ -50,6 +50,7 @@ class TransformersEngine:
         self._end_token_ids = list(end_token_ids)
         self._max_model_len = max_model_len
         self._batch_size = batch_size
+        self._version = 0
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
@@ -68,16 +69,21 @@ class TransformersEngine:
             for start in range(0, len(order), self._batch_size):
                 chosen = order[start : start + self._batch_size]
                 batch = ([values[i] for i in chosen] for values in (prompts, seeds, own))
+                version = self._version
                 for number, completion in self._generate(*batch):
-                    yield chosen[number], completion
+                    yield chosen[number], replace(completion, policy_version=version)
 
     @torch.no_grad()
-    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         parameters = dict(self._model.named_parameters())
         for name, weight in named_weights:
             parameters.pop(name).copy_(weight)
         if parameters:
             raise RuntimeError(f"the trainer sent no weights for {sorted(parameters)[:3]}")
+        self._version = version
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         del self._model

@@ -13,13 +13,15 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rlpost.data.vision import open_image
 from rlpost.rollout.engine import Sampling, check_fits
-from rlpost.types import Completion, Prompt
+from rlpost.rollout.vllm_request import sampling_params
+from rlpost.rollout.worker_extension import refresh_head
+from rlpost.types import Completion, FinishReason, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class VLLMEngine:
         if torch.get_num_threads() != threads:
             log.warning("vLLM changed the number of threads from %d to %d", threads, torch.get_num_threads())
         self._tokenizer = self._llm.get_tokenizer()
+        self._version = 0
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
@@ -87,6 +90,7 @@ class VLLMEngine:
         if not prompts:
             return
         check_fits(prompts, sampling, self._max_model_len)
+        version = self._version
         # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
         self._llm.reset_prefix_cache()
         requests = [_request(prompt) for prompt in prompts]
@@ -101,40 +105,33 @@ class VLLMEngine:
                         raise RuntimeError(
                             "vLLM continued other tokens than it was given: it expands images differently"
                         )
-                    yield place, self._completion(output.outputs[0])
+                    yield place, self._completion(output.outputs[0], version)
 
-    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
-        self._llm.apply_model(_refresh_head)
+        self._llm.apply_model(refresh_head)
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_encoder_cache()  # what images looked like to the old weights
+        self._version = version
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=list(sampling.stop) or None,
-            bad_words=list(sampling.bad_words) or None,
-            logit_bias=sampling.biases or None,
-            structured_outputs=_guide(sampling) if sampling.is_guided else None,
-            stop_token_ids=self._end_token_ids,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            logprobs=0,  # the sampled token's own
-            detokenize=bool(sampling.stop),  # stop strings are looked for in the text
-        )
+        fields = sampling_params(sampling, seed, self._end_token_ids)
+        if (guide := fields["structured_outputs"]) is not None:
+            fields["structured_outputs"] = StructuredOutputsParams(**guide)
+        return SamplingParams(**fields)
 
-    def _completion(self, output: Any) -> Completion:
+    def _completion(self, output: Any, version: int) -> Completion:
         token_ids = tuple(output.token_ids)
         logprobs = tuple(at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True))
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Completion(token_ids, logprobs, text, "length" if output.finish_reason == "length" else "stop")
+        reason: FinishReason = "length" if output.finish_reason == "length" else "stop"
+        return Completion(token_ids, logprobs, text, reason, policy_version=version)
 
 
 def _request(prompt: Prompt) -> dict[str, Any]:
@@ -144,19 +141,6 @@ def _request(prompt: Prompt) -> dict[str, Any]:
     return {"prompt_token_ids": list(prompt.unexpanded_ids), "multi_modal_data": {"image": images}}
 
 
-def _guide(sampling: Sampling) -> StructuredOutputsParams:
-    return StructuredOutputsParams(
-        regex=sampling.regex, json=sampling.json_schema, choice=list(sampling.choice) or None
-    )
-
-
 def _number(request_id: str) -> int:
     """vLLM counts its requests, and gives them ids of "number" or "number-suffix"."""
     return int(request_id.partition("-")[0])
-
-
-def _refresh_head(model: nn.Module) -> None:
-    """On CPUs the head multiplies by a repacked copy of its weight, which reloading a tied embedding leaves stale."""
-    head = getattr(model, "lm_head", None)
-    if head is not None and hasattr(head, "quant_method"):
-        head.quant_method.process_weights_after_loading(head)

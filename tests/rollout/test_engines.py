@@ -80,8 +80,8 @@ def knows(engine: Engine, sampling: Sampling, prompts: Sequence[Prompt]) -> bool
     return False
 
 
-def restore(engine: Engine, model: Any) -> None:
-    engine.load_weights((n, p.detach()) for n, p in model.named_parameters())
+def restore(engine: Engine, model: Any, version: int = 0) -> None:
+    engine.load_weights(((n, p.detach()) for n, p in model.named_parameters()), version)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -166,12 +166,13 @@ def test_a_repetition_penalty_changes_the_choice(engine: Engine, prompts: list[P
 
 
 def test_new_weights_reach_every_parameter_tied_ones_too(engine: Engine, prompts: list[Prompt], reference: Any) -> None:
-    for _ in range(2):
+    for version in (4, 5):
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
-        restore(engine, reference)
+        restore(engine, reference, version)
         completions = generate(engine, prompts, [1, 2, 3, 4], Sampling(max_tokens=12))
+        assert {completion.policy_version for completion in completions} == {version}
         for prompt, completion in zip(prompts, completions, strict=True):
             expected = trainer_logprobs(reference, prompt, completion, 1.0)
             torch.testing.assert_close(torch.tensor(completion.rollout_logprobs), expected, rtol=0, atol=1e-4)
@@ -186,9 +187,9 @@ def test_an_untied_model_too(tmp_path: Path, prompts: list[Prompt], monkeypatch:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     weights = [(n, p + 0.1) for n, p in model.named_parameters()]
-    engine.load_weights(weights)
+    engine.load_weights(weights, 1)
     with pytest.raises(RuntimeError, match="no weights for"):
-        engine.load_weights(weights[:-1])
+        engine.load_weights(weights[:-1], 2)
 
 
 def test_engines_answer_greedily_alike_before_and_after_updates(
@@ -226,7 +227,7 @@ def test_completions_come_while_others_are_sampled(engine: Engine, prompts: list
     next(coming)
     with torch.no_grad():  # what is sampled after the first was handed over has other weights
         changed = [(n, p + 0.05 * torch.randn_like(p)) for n, p in reference.named_parameters()]
-    engine.load_weights(changed)
+    engine.load_weights(changed, 1)
     after = dict(coming)
     restore(engine, reference)
     assert len(after) == 119

@@ -66,7 +66,9 @@ class Scripted:
             cut = len(ids) > own.max_tokens
             ids = ids[: own.max_tokens]
             visible = text.removesuffix(END)
-            yield place, Completion(tuple(ids), (-0.5,) * len(ids), visible, "length" if cut else "stop")
+            reason = "length" if cut else "stop"
+            # As if new weights came before each turn.
+            yield place, Completion(tuple(ids), (-0.5,) * len(ids), visible, reason, policy_version=len(self.asked))
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,7 @@ def test_ids_are_those_of_the_whole_conversation(
     assert completion.sampled == (True,) * len(first) + (False,) * replied + (True,) * len(last)
     assert completion.rollout_logprobs == tuple(-0.5 if sampled else 0.0 for sampled in completion.sampled)
     assert completion.text == "It is 7."  # what the environment said is not the model's answer
+    assert completion.policy_version == 1  # the oldest of its turns
     assert completion.messages == tuple(conversation[1:])
     assert completion.environment_reward == 1.0
     assert completion.finish_reason == "stop"

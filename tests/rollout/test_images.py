@@ -57,13 +57,13 @@ def test_completions_are_the_models_before_and_after_an_update(engine: Engine, m
             if "vision" in name:  # what an image looks like, and nothing else
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
     try:
-        engine.load_weights((name, parameter.detach()) for name, parameter in model.named_parameters())
+        engine.load_weights(((name, parameter.detach()) for name, parameter in model.named_parameters()), 0)
         after = generate(engine, prompts, [0, 1, 2], GREEDY)
         assert_greedy(model, vision, prompts, after)
         assert after[0].rollout_logprobs != before[0].rollout_logprobs
         assert after[1] == before[1]
     finally:
-        engine.load_weights(iter(original.items()))
+        engine.load_weights(iter(original.items()), 0)
 
 
 def test_what_is_sampled_depends_on_the_image(engine: Engine, vision: Vision) -> None:

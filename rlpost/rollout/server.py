@@ -1,0 +1,238 @@
+"""vLLM in server processes: on this machine, started and ended with the run, or anywhere, listed by their URLs."""
+
+import logging
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlpost.errors import UserError
+from rlpost.models import load_tokenizer
+from rlpost.rollout.engine import Sampling, check_fits
+from rlpost.rollout.server_pool import Server, ServerPool, TransientError
+from rlpost.rollout.server_process import ServerProcess
+from rlpost.rollout.vllm_request import sampling_params
+from rlpost.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
+
+_EXTENSION = "rlpost.rollout.worker_extension.PolicyWeights"
+_GENERATE = "/inference/v1/generate"
+_MAX_STARTS = 3
+
+
+class VLLMServers:
+    """One or more vLLM servers as one engine. Prompts are texts: images are refused.
+
+    Args:
+        directory: the model, in Hugging Face format.
+        end_token_ids: tokens that end a completion.
+        max_model_len: longest prompt plus completion, in tokens.
+        urls: servers that somebody else started, with VLLM_SERVER_DEV_MODE=1 and the arguments that docs/scaling.md gives.
+            Ranks of a distributed run (RANK, WORLD_SIZE) share the list out.
+        num_servers: servers to start here, where no URLs are listed; of each rank.
+        threads: CPU threads of each of them; None: as many as this process.
+        log_dir: what they print goes to files there.
+        start_timeout_s: seconds they may take to start.
+        weights_dir: where new weights are put for the servers to read: for servers on other machines, a directory that all
+            of them see. None: memory (/dev/shm), or where there is none a temporary directory.
+        retries: how often a request is sent again, after 0.5, 1, 2, ... seconds, before its server counts as lost.
+        health_s: seconds between health checks, and that one may take; a server is lost after three without an answer.
+        max_num_seqs: completions a server decodes together, and requests it is given at a time.
+        dtype, kv_cache_bytes, enforce_eager, block_size, gpu_memory_utilization: of servers started here, as of `VLLMEngine`.
+
+    Raises: UserError if a server does not answer, or does not come up.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        end_token_ids: Sequence[int],
+        max_model_len: int,
+        log_dir: str,
+        urls: Sequence[str] = (),
+        num_servers: int | None = None,
+        threads: int | None = None,
+        start_timeout_s: float = 600.0,
+        weights_dir: str | None = None,
+        retries: int = 5,
+        health_s: float = 10.0,
+        dtype: str = "float32",
+        kv_cache_bytes: int = 2**30,
+        max_num_seqs: int = 64,
+        enforce_eager: bool = True,
+        block_size: int = 32,
+        gpu_memory_utilization: float = 0.4,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self._end_token_ids = list(end_token_ids)
+        self._max_model_len = max_model_len
+        self._tokenizer = load_tokenizer(directory, trust_remote_code)
+        self._weights_dir = weights_dir or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
+        self._label = uuid.uuid4().hex[:12]  # tells this run's weights from another one's
+        self._version = 0
+        self._starts: dict[Server, int] = {}
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if urls:
+            servers = [Server(url.rstrip("/")) for url in urls[rank::world_size]]
+        else:
+            arguments = {
+                "--model": str(directory),
+                "--dtype": dtype,
+                "--max-model-len": max_model_len,
+                "--max-num-seqs": max_num_seqs,
+                "--block-size": block_size,
+                "--seed": 0,
+                "--generation-config": "vllm",  # the model's own sampling defaults stay out
+                "--logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
+                "--distributed-executor-backend": "uni",
+                "--worker-extension-cls": _EXTENSION,
+                **(
+                    {"--gpu-memory-utilization": gpu_memory_utilization}
+                    if torch.cuda.is_available()
+                    else {"--kv-cache-memory-bytes": kv_cache_bytes}
+                ),
+            }
+            flags = [
+                "--enable-scale-out",
+                "--enable-prefix-caching",
+                "--disable-log-stats",
+                "--disable-uvicorn-access-log",
+            ]
+            flags += ["--enforce-eager"] * enforce_eager + ["--trust-remote-code"] * trust_remote_code
+            command = [*flags, *(str(part) for pair in arguments.items() for part in pair)]
+            logs = [Path(log_dir) / f"rank-{rank}-server-{number}.log" for number in range(num_servers or 1)]
+            servers = [Server("", ServerProcess(command, file, threads)) for file in logs]
+        self._pool = ServerPool(servers, max_num_seqs, retries, health_s=health_s)
+        try:
+            self._connect(time.monotonic() + start_timeout_s)
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
+        if not prompts:
+            return
+        check_fits(prompts, sampling, self._max_model_len)
+        if any(prompt.images for prompt in prompts):
+            raise UserError("rollout=vllm_server does not send images; use rollout=vllm or transformers")
+        # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
+        self._pool.each([("/reset_prefix_cache", {})])
+        requests = [
+            {
+                "token_ids": prompt.token_ids,
+                "sampling_params": sampling_params(sampling.of(prompt), seed, self._end_token_ids),
+            }
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        yield from self._pool.run(_GENERATE, requests, self._completion)
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        weights = {name: weight.detach().cpu().contiguous() for name, weight in named_weights}
+        file = Path(self._weights_dir) / f"rlpost-{self._label}-{version}.safetensors"
+        self._start_again()
+        try:
+            save_file(weights, file)
+            del weights
+            self._pool.each(self._push(str(file), version))
+        finally:
+            file.unlink(missing_ok=True)
+        self._version = version
+
+    def metrics(self) -> dict[str, float]:
+        counts = {
+            "servers": sum(server.lost is None for server in self._pool.servers),
+            "retries": self._pool.num_retries,
+            "moved": self._pool.num_moved,
+        }
+        self._pool.num_retries = self._pool.num_moved = 0
+        return counts
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _push(self, file: str, version: int) -> list[tuple[str, Mapping[str, Any]]]:
+        """Requests that change a server's weights between two tokens of what it has under way."""
+        return [
+            ("/pause?mode=keep", {}),
+            ("/collective_rpc", {"method": "load_policy", "kwargs": {"path": file}}),
+            ("/update_weight_version", {"new_version": f"{self._label}/{version}"}),
+            ("/reset_prefix_cache?reset_running_requests=true", {}),
+            ("/reset_encoder_cache", {}),
+            ("/resume", {}),
+        ]
+
+    def _completion(self, answer: Any) -> Completion:
+        (choice,) = answer["choices"]
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise TransientError(f"the request ended with {choice['finish_reason']!r}")
+        labels = [span["version"].partition("/") for span in choice["weight_versions"]]
+        if strange := [label for label, _, _ in labels if label != self._label]:
+            raise RuntimeError(
+                f"a rollout server sampled with weights that this run did not send it ({strange[0]}): it was started again, "
+                "or another run uses it"
+            )
+        return Completion(
+            token_ids=tuple(choice["token_ids"]),
+            rollout_logprobs=tuple(token["logprob"] for token in choice["logprobs"]["content"]),
+            text=self._tokenizer.decode(choice["token_ids"], skip_special_tokens=True),
+            finish_reason=choice["finish_reason"],
+            policy_version=min(int(version) for _, _, version in labels),
+        )
+
+    def _connect(self, deadline: float) -> None:
+        """Wait for servers that are started here, and have all of them use the initial weights."""
+        own = [server for server in self._pool.servers if server.process is not None]
+        for server in own:
+            self._start(server)
+        for server in own:
+            while (reason := self._pool.health(server)) is not None:
+                if server.process.exited() or time.monotonic() > deadline:
+                    what = server.process.exited() or f"it did not answer in time ({reason})"
+                    raise UserError(
+                        f"rollout.engine: a server did not come up: {what}: {server.process.reason()} "
+                        f"(all it printed is in {server.process.log})"
+                    )
+                time.sleep(0.5)
+        for server in self._pool.servers:
+            if server.process is None and (reason := self._pool.health(server)) is not None:
+                raise UserError(
+                    f"rollout.engine.urls: {server.url}/health does not answer: {reason}; is a server there?"
+                )
+            try:  # an earlier run may have left other weights
+                first = {"token_ids": self._end_token_ids[:1], "sampling_params": {"max_tokens": 1}}
+                for path, body in [*self._push("", 0), (_GENERATE, first)]:
+                    self._pool.post(server, path, body)
+            except (TransientError, RuntimeError) as error:
+                raise UserError(
+                    f"rollout.engine.urls: {server.url} cannot be used: {error}; start it with VLLM_SERVER_DEV_MODE=1, "
+                    f"--enable-scale-out and --worker-extension-cls {_EXTENSION}"
+                ) from None
+
+    def _start(self, server: Server) -> None:
+        server.process.start()
+        server.url = server.process.url
+        self._starts[server] = self._starts.get(server, 0) + 1
+
+    def _start_again(self) -> None:
+        """Servers of this run that were lost: start them, and take them back once they are ready, without waiting."""
+        for server in self._pool.servers:
+            if server.lost is None or server.process is None:
+                continue
+            if server.process.exited():
+                if self._starts[server] < _MAX_STARTS:
+                    self._start(server)
+                    times = f"{self._starts[server] - 1} of {_MAX_STARTS - 1} times"
+                    log.warning("a lost rollout server is started again as %s (%s)", server.url, times)
+            elif self._pool.health(server) is None:
+                server.lost = None
+                log.warning("the rollout server %s is back", server.url)

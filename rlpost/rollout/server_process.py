@@ -1,0 +1,93 @@
+"""A vLLM server as a process of this machine, which ends with the process that started it."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlpost.cluster.node import end_with_parent
+
+# The trainer's place among its ranks would make the server look for a process group of its own there.
+_RANK_VARIABLES = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(LOCAL|GROUP|ROLE)_\w+|MASTER_\w+|TORCHELASTIC_\w+"
+)
+
+# Of a line in the log: the process, then the level, the time and the place.
+_PREFIX = re.compile(r"^(\(.*? pid=\d+\) ?)?([A-Z]+ \d\S* \S+ \[\S+\] ?)?")
+
+
+class ServerProcess:
+    """Not started yet; `start` again after its end gives it another port.
+
+    Args:
+        arguments: of the server, less its address.
+        log: what it prints is appended to this file.
+        threads: CPU threads; None: as many as this process.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path, threads: int | None) -> None:
+        self.log, self.url = log, ""
+        self._arguments, self._threads = list(arguments), threads
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    def start(self) -> None:
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            # A session of its own: a Ctrl-C at the terminal is the trainer's, which still needs the server.
+            self._process = subprocess.Popen(
+                [*command, "--port", str(port), *self._arguments],
+                env=_environment(os.environ, self._threads),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+            )
+
+    def exited(self) -> str | None:
+        """How it ended; None while it runs."""
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            return None
+        return f"its process ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+
+    def reason(self) -> str:
+        """The first error that it printed since it was started, or its last line: later errors follow from the first."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            printed = file.read().decode(errors="replace").splitlines()
+        lines = [line for raw in printed if (line := _PREFIX.sub("", raw).strip())]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: ", line)]
+        return next(iter(errors), lines[-1] if lines else "it printed nothing")
+
+    def end(self) -> None:
+        """At once, with the processes it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _environment(variables: Mapping[str, str], threads: int | None) -> dict[str, str]:
+    own = {k: v for k, v in variables.items() if not _RANK_VARIABLES.fullmatch(k) and k != "GLIBC_TUNABLES"}
+    if threads is not None:
+        own["OMP_NUM_THREADS"] = str(threads)
+    own |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # new weights need the first
+    own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return own
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,183 @@
+"""rollout=vllm_server: what it tells servers and makes of their answers, servers it starts, and real ones in a real run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.errors import UserError
+from rlpost.rollout.engine import Sampling
+from rlpost.rollout.server import VLLMServers
+from rlpost.types import Example, Prompt
+from tests.rollout.fake_server import FakeServer, token_ids
+
+FAKE = Path(__file__).with_name("fake_server.py")
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    return [Prompt(Example((), None), (5, 6, i), "") for i in range(count)]
+
+
+def servers(directory: Path, log_dir: Path, *urls: str, **settings: Any) -> VLLMServers:
+    return VLLMServers(directory, (2,), 64, str(log_dir), urls=urls, health_s=2.0, **settings)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        yield fake
+
+
+def test_new_weights_come_with_their_version_and_the_file_is_gone(
+    fake: FakeServer, tiny_dir: Path, tmp_path: Path
+) -> None:
+    engine = servers(tiny_dir, tmp_path, fake.url, weights_dir=str(tmp_path))
+    prompts, seeds = prompts_of(5), [11, 12, 13, 14, 15]
+    try:
+        for version, weight in ((0, 0.0), (3, 0.25), (4, 0.5)):
+            if version:
+                fake.asked.clear()
+                engine.load_weights([("w", torch.tensor([weight]))], version)
+                assert [path.partition("?")[0] for path, _ in fake.asked] == [
+                    *("/pause", "/collective_rpc", "/update_weight_version"),
+                    *("/reset_prefix_cache", "/reset_encoder_cache", "/resume"),
+                ]
+                assert list(tmp_path.iterdir()) == []
+            fake.asked.clear()
+            done = dict(engine.generate(prompts, seeds, Sampling(max_tokens=3)))
+            assert sorted(done) == [0, 1, 2, 3, 4]
+            assert fake.asked[0][0] == "/reset_prefix_cache"
+            for place, completion in done.items():
+                body = {"token_ids": prompts[place].token_ids, "sampling_params": {"seed": seeds[place]}}
+                assert list(completion.token_ids) == token_ids(body)
+                assert completion.rollout_logprobs == (-weight,) * 3
+                assert completion.policy_version == version
+                assert completion.finish_reason == "length"
+        assert engine.metrics() == {"servers": 1, "retries": 0, "moved": 0}
+    finally:
+        engine.close()
+
+
+def test_weights_of_somebody_else_are_refused(fake: FakeServer, tiny_dir: Path, tmp_path: Path) -> None:
+    first, second = (servers(tiny_dir, tmp_path, fake.url) for _ in range(2))
+    try:
+        assert len(list(second.generate(prompts_of(2), [0, 1], Sampling(max_tokens=3)))) == 2
+        with pytest.raises(RuntimeError, match="sampled with weights that this run did not send it"):
+            list(first.generate(prompts_of(2), [0, 1], Sampling(max_tokens=3)))
+    finally:
+        first.close()
+        second.close()
+
+
+def test_ranks_share_the_servers_out(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with FakeServer() as a, FakeServer() as b, FakeServer() as c:
+        engine = servers(tiny_dir, tmp_path, a.url, b.url, c.url)
+        engine.close()
+        assert (bool(a.asked), bool(b.asked), bool(c.asked)) == (False, True, False)
+
+
+def test_a_server_that_cannot_be_used_is_a_user_error(fake: FakeServer, tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rollout.engine.urls: http://127.0.0.1:9/health does not answer: Client"):
+        servers(tiny_dir, tmp_path, fake.url, "http://127.0.0.1:9")
+    with FakeServer(dev_mode=False) as plain, pytest.raises(UserError, match=r"HTTP 404.*VLLM_SERVER_DEV_MODE=1"):
+        servers(tiny_dir, tmp_path, plain.url)
+
+
+def test_images_are_refused(fake: FakeServer, tiny_dir: Path, tmp_path: Path) -> None:
+    engine = servers(tiny_dir, tmp_path, fake.url)
+    try:
+        with pytest.raises(UserError, match="does not send images"):
+            list(engine.generate([Prompt(Example((), None, images=(b"",)), (5,), "")], [0], Sampling(max_tokens=3)))
+    finally:
+        engine.close()
+
+
+def script(directory: Path, text: str) -> str:
+    """Stands for Python in `python -m vllm...`."""
+    file = directory / "python"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_lost_server_of_the_run_is_started_again_and_gets_the_weights(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = script(
+        tmp_path,
+        f'echo "$$ $VLLM_SERVER_DEV_MODE $OMP_NUM_THREADS $RANK." >> {tmp_path}/started\n'
+        f'shift 2\nexec {sys.executable} {FAKE} "$@"',
+    )
+    monkeypatch.setattr(sys, "executable", fake)
+    monkeypatch.setenv("RANK", "0")
+    engine = servers(tiny_dir, tmp_path / "logs", num_servers=2, threads=3)
+    prompts, seeds, sampling = prompts_of(6), range(6), Sampling(max_tokens=3)
+
+    def started() -> list[str]:
+        return (tmp_path / "started").read_text().splitlines()
+
+    try:
+        assert len(list(engine.generate(prompts, seeds, sampling))) == 6
+        assert [line.partition(" ")[2] for line in started()] == ["1 3 ."] * 2  # not taken for a rank
+        os.kill(int(started()[0].split()[0]), signal.SIGKILL)
+        assert sorted(place for place, _ in engine.generate(prompts, seeds, sampling)) == list(range(6))
+        assert engine.metrics()["servers"] == 1
+        version = 0
+        while engine.metrics()["servers"] < 2:
+            version += 1
+            engine.load_weights([("w", torch.tensor([float(version)]))], version)
+            done = dict(engine.generate(prompts, seeds, sampling))
+            assert {c.policy_version for c in done.values()} == {version}
+            assert {c.rollout_logprobs for c in done.values()} == {(-float(version),) * 3}
+            time.sleep(0.1)
+        assert len(started()) == 3
+    finally:
+        engine.close()
+    for line in started():
+        assert not Path(f"/proc/{line.split()[0]}").exists()
+
+
+def test_a_server_that_does_not_come_up_is_explained(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = "(EngineCore pid=7) ERROR 11-30 16:00:00 [core.py:1]"
+    lines = ["Traceback (most recent call last):", "ValueError: no room for keys", "RuntimeError: see above"]
+    printed = "\n".join(f"{prefix} {line}" for line in lines)
+    monkeypatch.setattr(sys, "executable", script(tmp_path, f"echo '{printed}' >&2; exit 3"))
+    with pytest.raises(UserError) as raised:
+        servers(tiny_dir, tmp_path / "logs")
+    log = tmp_path / "logs/rank-0-server-0.log"
+    assert str(raised.value) == (
+        "rollout.engine: a server did not come up: its process ended (exit code 3): ValueError: no room for keys "
+        f"(all it printed is in {log})"
+    )
+    assert "Traceback" in log.read_text()
+
+
+def test_servers_end_with_a_process_that_is_killed(tiny_dir: Path, tmp_path: Path) -> None:
+    fake = script(tmp_path, f'echo $$ > {tmp_path}/pid\nshift 2\nexec {sys.executable} {FAKE} "$@"')
+    program = (
+        "import sys, pathlib, time\n"
+        f"sys.executable = {fake!r}\n"
+        "from rlpost.rollout.server import VLLMServers\n"
+        f"engine = VLLMServers(pathlib.Path({str(tiny_dir)!r}), (2,), 64, {str(tmp_path / 'logs')!r})\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    server = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+    assert server.exists()
+    process.kill()
+    process.communicate()
+    while server.exists() and "State:\tZ" not in (server / "status").read_text():
+        time.sleep(0.05)
