@@ -72,6 +72,7 @@ class RolloutConfig:
     per_prompt: str | None = None  # a column of the task with a prompt's own settings of these, and max_tokens
     max_turns: int = 8  # of an episode, with an environment
     max_logprob_diff: float | None = None  # engine against trainer; null never stops the run
+    staleness: int = 0  # steps that sampling runs ahead of the update; 0: strictly on-policy
 
 
 @dataclass

@@ -138,6 +138,7 @@ def _check_ranges(cfg: DictConfig) -> None:
         *("evaluation.temperature", "checkpoint.every", "tracking.completions_every"),
         "tracking.traces",
         "algorithm.kl.reference_every",
+        "rollout.staleness",
     ]
     for key in not_negative:
         _require(cfg, key, lambda v: v >= 0 and math.isfinite(v), "a finite number, at least 0")
@@ -201,6 +202,8 @@ def _check_sizes(cfg: DictConfig) -> None:
             f"trainer.context_parallel={cfg.trainer.context_parallel} splits rows of trainer.layout=shared_prefix, not "
             f"of {cfg.trainer.layout}"
         )
+    if cfg.rollout.staleness:
+        _check_staleness(cfg)
     guides = [name for name in ("regex", "json_schema", "choice") if cfg.rollout[name]]
     if len(guides) > 1:
         raise UserError(
@@ -252,6 +255,26 @@ def _check_sizes(cfg: DictConfig) -> None:
         if node.runs_in not in (valid := ["processes", "trainer"]):
             raise UserError(f"reward.{name}.runs_in={node.runs_in}: {_choice(node.runs_in, valid)}")
     _check_context(cfg)
+
+
+def _check_staleness(cfg: DictConfig) -> None:
+    key = f"rollout.staleness={cfg.rollout.staleness}"
+    engine = str(cfg.rollout.engine._target_).rsplit(".", 1)[-1]
+    if engine in ("VLLMEngine", "TransformersEngine", "PagedTransformersEngine"):
+        raise UserError(
+            f"{key} has nobody to sample beside the update: {engine} works in the trainer's process; use "
+            "rollout=vllm_server"
+        )
+    if not cfg.algorithm.corrections:
+        raise UserError(
+            f"{key} trains on completions of older weights: correct for it, with +algorithm.corrections.tis="
+            "{_target_: rlpost.objective.corrections.ImportanceSampling}"
+        )
+    if cfg.algorithm.max_attempts > 1:
+        raise UserError(
+            f"{key} with algorithm.max_attempts={cfg.algorithm.max_attempts}: a step is sampled before it is known "
+            "what a filter leaves of the ones before; set one of them to its default"
+        )
 
 
 def _check_context(cfg: DictConfig) -> None:

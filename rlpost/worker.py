@@ -107,8 +107,7 @@ def main(run_dir: str) -> int:
         if loop is not None:
             if distributed.world_size() == 1:  # others may be gone, and the writers would wait for them
                 _finish_writing(loop)
-            loop.engine.close()
-            loop.reward.close()
+            loop.close()
         distributed.shutdown()
 
 
@@ -220,6 +219,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
             eval_at_end=cfg.evaluation.at_end,
             checkpoint_every=cfg.checkpoint.every,
             checkpoint_at_end=cfg.checkpoint.at_end,
+            staleness=cfg.rollout.staleness,
         ),
         tracker=tracker,
         stop_requested=stop,
@@ -233,6 +233,7 @@ def _assemble(run: RunDir, stop: StopFlag) -> tuple[Loop, StepProgress]:
         if "advantage" in state:
             advantage.load_state_dict(state["advantage"])
         engine.load_weights(policy.named_weights(), loop.step)
+        loop.restore_ahead(checkpoints.ahead(latest))
     if tracker:
         tracker.resume_after(loop.step)
     progress = StepProgress(cfg.steps, loop.step, enabled=main_rank)

@@ -129,6 +129,8 @@ def test_a_reward_group_that_is_one_target() -> None:
         ("samples_per_prompt=1", "samples_per_prompt=1 gives every completion the advantage 0"),
         ("prompts_per_step=6 algorithm.num_mini_batches=4", "prompts_per_step=6 does not divide"),
         ("prompts_per_step=3 cluster=cpu2", "use a multiple of 2"),
+        ("rollout.staleness=1", "nobody to sample beside the update: VLLMEngine works in the trainer's process"),
+        ("rollout.staleness=1 rollout=vllm_server", r"correct for it, with \+algorithm\.corrections\.tis="),
         ("trainer.context_parallel=2", "trainer.context_parallel=2 does not divide the cluster's 1 processes"),
         ("trainer.replicas=3 cluster=cpu2", "trainer.replicas=3 does not divide the cluster's 2 processes"),
         (

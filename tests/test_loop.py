@@ -2,6 +2,8 @@
 
 import logging
 import math
+import pickle
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from rlpost.data.stream import PromptStream
 from rlpost.evaluate import Correctness
 from rlpost.filters import SoftOverlongPenalty, VariedRewards
-from rlpost.loop import Loop, LoopSettings
+from rlpost.loop import Interrupted, Loop, LoopSettings
 from rlpost.objective.advantages import GroupAdvantage
 from rlpost.progress import StepProgress
 from rlpost.rewards.combine import RewardSum
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class Scripted:
-    """An engine whose completions are the prompt's script, and which knows no weights."""
+    """An engine whose completions are the prompt's script, and which knows no weights but their version."""
+
+    version = 0
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
@@ -30,9 +34,11 @@ class Scripted:
         for place, prompt in enumerate(prompts):
             i = turn[prompt.group_id] = turn.get(prompt.group_id, -1) + 1
             text = prompt.text[i % len(prompt.text)]
-            yield place, Completion((1,) * (i + 1), (0.0,) * (i + 1), text, "stop")
+            yield place, Completion((1,) * (i + 1), (0.0,) * (i + 1), text, "stop", policy_version=self.version)
 
-    def load_weights(self, named_weights: Iterable[Any], version: int) -> None: ...
+    def load_weights(self, named_weights: Iterable[Any], version: int) -> None:
+        time.sleep(0.01)  # a call that came too early would see the old version
+        self.version = version
 
     def metrics(self) -> dict[str, float]:
         return {"servers": 2.0}
@@ -57,6 +63,15 @@ class Recorder:
         return [float(len(r.completion.token_ids)) for r in rollouts]
 
 
+class Saved:
+    """Stands for the checkpoints and keeps the last one."""
+
+    def save(self, policy: Any, step: int, state: dict[str, Any], ahead: Sequence[Any]) -> None:
+        self.step, self.state, self.ahead = step, state, pickle.loads(pickle.dumps(ahead))
+
+    def finish(self) -> None: ...
+
+
 def digits(*, completions: list[str], **_: Any) -> list[float | None]:
     return [None if c == "?" else float(c) for c in completions]
 
@@ -64,18 +79,26 @@ def digits(*, completions: list[str], **_: Any) -> list[float | None]:
 def make_loop(scripts: list[str], per_step: int = 2, samples: int = 2, **settings: Any) -> tuple[Loop, Recorder]:
     prompts = [Prompt(Example((), None), (i,), script) for i, script in enumerate(scripts)]
     policy = Recorder()
-    extra = {k: settings.pop(k) for k in ("group_filter", "reward_processing", "advantage", "reward") if k in settings}
+    parts = ("group_filter", "reward_processing", "advantage", "reward", "checkpoints", "evaluator")
+    extra = {k: settings.pop(k) for k in parts if k in settings}
     loop = Loop(
-        **{"reward": RewardSum({"digits": digits}, {"digits": 1.0}), "advantage": GroupAdvantage("none"), **extra},
+        **{
+            "reward": RewardSum({"digits": digits}, {"digits": 1.0}),
+            "advantage": GroupAdvantage("none"),
+            "checkpoints": Saved(),
+            "evaluator": None,
+            **extra,
+        },
         stream=PromptStream(prompts, seed=0),
         engine=Scripted(),
         policy=policy,
-        evaluator=None,
         correct=Correctness("digits"),
         sampling=Sampling(max_tokens=8),
-        checkpoints=None,
         settings=LoopSettings(
-            steps=1, prompts_per_step=per_step, samples_per_prompt=samples, seed=0, eval_at_end=False, **settings
+            **{"steps": 1, "eval_at_end": False, **settings},
+            prompts_per_step=per_step,
+            samples_per_prompt=samples,
+            seed=0,
         ),
         tracker=None,
         stop_requested=lambda: False,
@@ -159,3 +182,75 @@ def test_each_reward_can_be_normalised_by_itself() -> None:
     assert [r.advantage for r in step(loop)] == pytest.approx([0.0, 0.0])
     loop, _ = make_loop(["10"], per_step=1, reward=reward, advantage=GroupAdvantage(eps=0))
     assert [r.advantage for r in step(loop)] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+
+def run(loop: Loop) -> None:
+    loop.run(StepProgress(loop.settings.steps, loop.step, enabled=False))
+
+
+def trained(policy: Recorder) -> list[list[tuple[str, int]]]:
+    """By update: what was trained on, without the version that sampled it."""
+    return [[(r.prompt.text, r.prompt.group_id) for r in rollouts] for rollouts, _ in policy.updates]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 9])
+def test_steps_are_sampled_by_the_weights_of_so_many_steps_before(staleness: int) -> None:
+    scripts = ["10", "12", "13", "14", "20", "21"]
+    loop, policy = make_loop(scripts, steps=6, staleness=staleness, checkpoint_at_end=False)
+    run(loop)
+    versions = [{r.completion.policy_version for r in rollouts} for rollouts, _ in policy.updates]
+    assert versions == [{max(0, step - 1 - staleness)} for step in range(1, 7)]
+    on_policy, expected = make_loop(scripts, steps=6, checkpoint_at_end=False)
+    run(on_policy)
+    assert trained(policy) == trained(expected)
+    assert loop.ahead == {}
+
+
+def test_an_evaluation_is_of_the_newest_weights() -> None:
+    seen = []
+    loop, _ = make_loop(["10"] * 4, steps=4, staleness=2, eval_every=2, evaluator=lambda state: record())
+
+    def record() -> dict[str, float]:
+        seen.append((loop.step, loop.engine.version))
+        return {}
+
+    run(loop)
+    assert seen == [(2, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_what_was_sampled_ahead_is_in_the_checkpoint(within: bool) -> None:
+    """A run that stops after its second step, or within its third, goes on with the very rollouts it had."""
+    scripts = ["10", "12", "13", "14", "20", "21"]
+    whole, expected = make_loop(scripts, steps=6, staleness=2)
+    run(whole)
+
+    loop, first = make_loop(scripts, steps=6, staleness=2)
+    loop.stop_requested = lambda: 5 in loop.ahead if within else len(first.updates) == 2
+    with pytest.raises(Interrupted):
+        run(loop)
+    saved = loop.checkpoints
+    assert saved.step == 2
+    (ahead,) = saved.ahead
+    assert sorted(ahead) == ([3, 4, 5] if within else [3, 4])
+
+    resumed, second = make_loop(scripts, steps=6, staleness=2)
+    resumed.step = saved.step
+    resumed.stream.load_state_dict(saved.state["stream"])
+    resumed.engine.load_weights([], saved.step)
+    resumed.restore_ahead(saved.ahead)
+    run(resumed)
+    assert trained(first) + trained(second) == trained(expected)
+    versions = [{r.completion.policy_version for r in rollouts} for rollouts, _ in second.updates]
+    assert versions == [{max(0, step - 3)} for step in range(3, 7)]
+
+
+def test_weights_that_could_not_be_loaded_end_the_run() -> None:
+    loop, _ = make_loop(["10"] * 4, steps=4, staleness=1)
+
+    def fail(named_weights: Iterable[Any], version: int) -> None:
+        raise RuntimeError("no server is left")
+
+    loop.engine.load_weights = fail
+    with pytest.raises(RuntimeError, match="no server is left"):
+        run(loop)

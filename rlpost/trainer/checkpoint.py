@@ -1,12 +1,15 @@
 """Checkpoints: everything the next step depends on, complete or not there at all.
 
-checkpoints/step-000010/   model and optimizer shards (torch.distributed.checkpoint), state.json, rng.pt
+checkpoints/step-000010/   model and optimizer shards (torch.distributed.checkpoint), state.json, rng-<rank>.pt,
+                           ahead.pickle (rollouts of later steps, where sampling runs ahead)
 """
 
 import json
 import logging
+import pickle
 import random
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,10 +48,12 @@ class Checkpoints:
         complete = sorted(self._directory.glob("step-*"))
         return complete[-1] if complete else None
 
-    def save(self, policy: Policy, step: int, state: dict[str, Any]) -> None:
+    def save(self, policy: Policy, step: int, state: dict[str, Any], ahead: Sequence[Any] = ()) -> None:
         """Begin a checkpoint of `step`, by all ranks together; visible only once it is whole.
 
-        Args: state: what else the next step needs, as JSON (the prompt stream, counters, the tracking id).
+        Args:
+            state: what else the next step needs, as JSON (the prompt stream, counters, the tracking id).
+            ahead: rollouts of later steps, on the main rank.
 
         Raises: RuntimeError if the one before could not be written.
         """
@@ -60,6 +65,8 @@ class Checkpoints:
             building.mkdir(parents=True)
             everything = {"step": step, "scheduler": policy.scheduler.state_dict(), **state}
             (building / "state.json").write_text(json.dumps(everything, default=_plain), encoding="utf-8")
+            if ahead:
+                (building / "ahead.pickle").write_bytes(pickle.dumps(ahead))
         distributed.barrier()
         torch.save(_rng_state(), building / f"rng-{distributed.rank()}.pt")
         distributed.barrier()
@@ -92,6 +99,11 @@ class Checkpoints:
     def peek(self, path: Path) -> dict[str, Any]:
         """The state given to `save`, with `step` and `scheduler`, without loading any weights."""
         return json.loads((path / "state.json").read_text(encoding="utf-8"))
+
+    def ahead(self, path: Path) -> Sequence[Any]:
+        """The rollouts of later steps given to `save`."""
+        file = path / "ahead.pickle"
+        return pickle.loads(file.read_bytes()) if file.is_file() else ()
 
     def load(self, path: Path, policy: Policy) -> dict[str, Any]:
         """Restore policy and random number generators in place. Returns: the state given to `save`, with `step`."""

@@ -34,7 +34,8 @@ class UpdateSettings:
             (arXiv:2506.01939); None: all.
         reference_every, reference_mix: every so many steps the reference moves this share of the way to the policy
             (arXiv:2404.09656); 0 never does.
-        max_logprob_diff: a larger difference between engine and trainer stops the run; None never does.
+        max_logprob_diff: a larger difference between engine and trainer stops the run; None never does. Not of completions
+            by older weights than the trainer's.
         seed: of the order in which groups are dealt into mini-batches.
     """
 
@@ -89,6 +90,9 @@ class Policy:
         """
         s = self._settings
         started = time.perf_counter()
+        # Completions by older weights differ from the trainer's by more than rounding.
+        stale = distributed.any_rank(any(r.completion.policy_version != step - 1 for r in rollouts))
+        max_logprob_diff = None if stale else s.max_logprob_diff
         attached: dict[str, dict[int, Tensor]] = {}
         if s.num_mini_batches * s.num_epochs > 1 or s.top_entropy_share is not None:
             attached["old_logprobs"], entropy = self._score(self.scorer, rollouts)
@@ -113,7 +117,9 @@ class Policy:
                 idle_batches = self._pack(rollouts, sorted(idle), attached)
                 positions += sum(batch.num_positions for batch in [*batches, *idle_batches])
                 chosen_rollouts = [rollouts[i] for i in members]
-                step_means, step_maxima = self._optimizer_step(chosen_rollouts, batches, idle_batches, before)
+                step_means, step_maxima = self._optimizer_step(
+                    chosen_rollouts, batches, idle_batches, before, max_logprob_diff
+                )
                 for name, value in step_means.items():
                     means[name].append(value)
                 for name, value in step_maxima.items():
@@ -222,6 +228,7 @@ class Policy:
         batches: Sequence[PackedBatch],
         idle_batches: Sequence[PackedBatch],
         before: dict[int, Tensor],
+        max_logprob_diff: float | None,
     ) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step over all of the batches; the idle ones add to the metrics and have no gradient.
 
@@ -257,9 +264,9 @@ class Policy:
         if np.isnan(maxima["policy/ratio_max"]):
             raise FloatingPointError("a log-probability is not a number: the run has diverged; lower optimizer.lr")
         gap = maxima["rollout/logprob_diff_max"]
-        if s.max_logprob_diff is not None and not gap <= s.max_logprob_diff:
+        if max_logprob_diff is not None and not gap <= max_logprob_diff:
             raise EngineMismatchError(
-                f"rollout/logprob_diff_max={gap:.3g} is over rollout.max_logprob_diff={s.max_logprob_diff:g}: the "
+                f"rollout/logprob_diff_max={gap:.3g} is over rollout.max_logprob_diff={max_logprob_diff:g}: the "
                 "engine samples from other weights or in another precision than the trainer trains, so the "
                 "policy gradient would be biased; raise the bound only if that is meant"
             )
