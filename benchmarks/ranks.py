@@ -35,11 +35,13 @@ CLOCK = ("time/", "memory/", "rollout/tokens_per_s", "train/tokens_per_s")
 
 
 def differences(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> dict[str, float]:
-    """By metric: the largest absolute difference over the steps."""
-    names = [n for n, value in expected[0].items() if isinstance(value, int | float) and not n.startswith(CLOCK)]
-    return {
-        n: max(abs(a[n] - b[n]) for a, b in zip(rows, expected, strict=True)) for n in names if rows[0][n] is not None
-    }
+    """By metric: the largest absolute difference over the steps; infinite where only one of the two knows a value."""
+
+    def difference(a: float | None, b: float | None) -> float:
+        return (0.0 if a is b else float("inf")) if a is None or b is None else abs(a - b)
+
+    names = [name for name in expected[0] if not name.startswith(CLOCK)]
+    return {name: max(difference(a[name], b[name]) for a, b in zip(rows, expected, strict=True)) for name in names}
 
 
 def main() -> None:

@@ -87,6 +87,13 @@ class OptimizerConfig:
 
 
 @dataclass
+class LoRAConfig:
+    rank: int = 0  # of the adapters; 0: every weight is trained
+    alpha: float = 32.0  # they count alpha / rank times
+    targets: list[str] = field(default_factory=list)  # linear layers by the end of their names; none: all but the head
+
+
+@dataclass
 class TrainerConfig:
     precision: str = "float32"  # or bfloat16: compute in bf16, weights and reductions in float32
     micro_batch_tokens: int = 2048  # positions a micro-batch may hold
@@ -94,6 +101,7 @@ class TrainerConfig:
     activation_checkpointing: bool = False
     context_parallel: int = 1  # ranks that share each row's positions: consecutive ones
     replicas: int = 1  # of the sharded weights: each over ranks / replicas
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     cpu_offload: bool = False  # weights, gradients and optimizer states in the host's memory
 
 

@@ -139,6 +139,7 @@ def _check_ranges(cfg: DictConfig) -> None:
         "tracking.traces",
         "algorithm.kl.reference_every",
         "rollout.staleness",
+        "trainer.lora.rank",
     ]
     for key in not_negative:
         _require(cfg, key, lambda v: v >= 0 and math.isfinite(v), "a finite number, at least 0")
@@ -168,6 +169,7 @@ def _check_ranges(cfg: DictConfig) -> None:
             raise UserError(f"{key}={value}: {_choice(value, valid)}")
     if "divisor" in cfg.reducer:
         _require(cfg, "reducer.divisor", lambda v: v == "max_tokens" or v > 0, "a number over 0, or max_tokens")
+    _require(cfg, "trainer.lora.alpha", lambda v: v > 0, "a number over 0")
     _require(cfg, "algorithm.top_entropy_share", lambda v: v is None or 0 < v <= 1, "a number over 0 and at most 1")
     _require(cfg, "algorithm.kl.reference_mix", lambda v: 0 < v <= 1, "a number over 0 and at most 1")
 
@@ -201,6 +203,11 @@ def _check_sizes(cfg: DictConfig) -> None:
         raise UserError(
             f"trainer.context_parallel={cfg.trainer.context_parallel} splits rows of trainer.layout=shared_prefix, not "
             f"of {cfg.trainer.layout}"
+        )
+    if cfg.trainer.lora.rank and cfg.algorithm.kl.reference_every:
+        raise UserError(
+            f"algorithm.kl.reference_every={cfg.algorithm.kl.reference_every}: with trainer.lora.rank="
+            f"{cfg.trainer.lora.rank} the reference is the policy without its adapters, which does not move"
         )
     if cfg.rollout.staleness:
         _check_staleness(cfg)

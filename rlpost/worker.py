@@ -44,6 +44,7 @@ from rlpost.tracking import MlflowSink, Tracker
 from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.checkpoint import Checkpoints
+from rlpost.trainer.lora import WithoutAdapters, add_adapters
 from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
 
 log = logging.getLogger("rlpost")
@@ -292,12 +293,16 @@ def _policy(
 
     def scorer(checkpointing: bool) -> trainer_model.TokenScorer:
         language_model = trainer_model.load(directory, t.layout, trust_remote_code)
+        if t.lora.rank:
+            add_adapters(language_model, t.lora.rank, t.lora.alpha, t.lora.targets)
         return trainer_model.shard(
             language_model, distribution, mesh, t.precision, checkpointing, vision, t.cpu_offload
         )
 
     policy_scorer = scorer(t.activation_checkpointing)
-    reference = scorer(False) if cfg.algorithm.kl.coef > 0 or cfg.algorithm.kl.measure else None
+    reference = None
+    if cfg.algorithm.kl.coef > 0 or cfg.algorithm.kl.measure:
+        reference = WithoutAdapters(policy_scorer) if t.lora.rank else scorer(False)
     o = cfg.optimizer
     optimizer = make_optimizer(policy_scorer, o.lr, o.betas, o.eps, o.weight_decay)
     a = cfg.algorithm

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -114,6 +115,7 @@ class Checkpoints:
             policy.optimizer,
             model_state_dict=loaded["model"],
             optim_state_dict=loaded["optimizer"],
+            options=_options(policy),
         )
         if "reference" in loaded:
             set_model_state_dict(policy.reference, loaded["reference"])
@@ -134,12 +136,19 @@ class Checkpoints:
 
 
 def _weights(policy: Policy) -> dict[str, Any]:
-    """Model, optimizer, and the reference if it moves."""
-    model, optimizer = get_state_dict(policy.scorer, policy.optimizer)
+    """What of the model is trained, the optimizer, and the reference if it moves."""
+    model, optimizer = get_state_dict(policy.scorer, policy.optimizer, options=_options(policy))
+    if frozen := {name for name, p in policy.scorer.named_parameters(remove_duplicate=False) if not p.requires_grad}:
+        model = {name: value for name, value in model.items() if name not in frozen}  # a tied head's second name too
     weights = {"model": model, "optimizer": optimizer}
     if policy.reference_moves:
         weights["reference"] = get_model_state_dict(policy.reference)
     return weights
+
+
+def _options(policy: Policy) -> StateDictOptions:
+    frozen = any(not parameter.requires_grad for parameter in policy.scorer.parameters())
+    return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
 
 
 def _plain(value: Any) -> Any:

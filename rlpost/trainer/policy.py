@@ -13,6 +13,7 @@ from torch import Tensor
 from rlpost.data.packing import empty_batch, pack, step_totals
 from rlpost.objective.objective import Objective
 from rlpost.trainer import distributed
+from rlpost.trainer.lora import WithoutAdapters, merged
 from rlpost.trainer.model import TokenScorer
 from rlpost.types import PackedBatch, Rollout
 
@@ -58,7 +59,7 @@ class Policy:
     def __init__(
         self,
         scorer: TokenScorer,
-        reference: TokenScorer | None,
+        reference: TokenScorer | WithoutAdapters | None,
         objective: Objective,
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
@@ -153,10 +154,9 @@ class Policy:
         ]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, under its name in the model's directory; a tied one once."""
-        prefix = "language_model."
-        for name, parameter in self.scorer.named_parameters():
-            yield name.removeprefix(prefix), distributed.full(parameter.detach())
+        """Every parameter, whole, under its name in the model's directory; a tied one once, adapters merged."""
+        for name, weight in merged(self.scorer):
+            yield name.removeprefix("language_model."), weight
 
     def _without_gradient(self, rollouts: Sequence[Rollout], members: Sequence[int]) -> set[int]:
         """Those whose whole group is masked or has the advantage 0, if the objective takes only metrics from them."""
@@ -192,7 +192,9 @@ class Policy:
         return [replace(batch, **{name: joined(name, batch) for name in attached}) for batch in batches]
 
     @torch.no_grad()
-    def _score(self, scorer: TokenScorer, rollouts: Sequence[Rollout]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    def _score(
+        self, scorer: TokenScorer | WithoutAdapters, rollouts: Sequence[Rollout]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Log-probabilities and entropies at every rollout's completion tokens, by index."""
         scored: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         for batch in self._pack(rollouts, range(len(rollouts)), {}):
@@ -270,7 +272,7 @@ class Policy:
                 "engine samples from other weights or in another precision than the trainer trains, so the "
                 "policy gradient would be biased; raise the bound only if that is meant"
             )
-        parameters = list(self.scorer.parameters())
+        parameters = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         if not batches:  # the optimizer's moments decay all the same
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
@@ -310,7 +312,7 @@ def make_optimizer(
     scorer: TokenScorer, lr: float, betas: Sequence[float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
     """AdamW (arXiv:1711.05101) over float32 weights; norms and biases are not decayed."""
-    parameters = list(scorer.parameters())
+    parameters = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
 from rlpost.tiny import TinyLlama
 from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
+from rlpost.trainer.lora import WithoutAdapters, add_adapters
 from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
 from rlpost.types import Rollout
 from tests.objective.test_objective import CORRECTIONS, LOSSES, REDUCERS
@@ -24,7 +26,7 @@ OWNER = {0: 0, 1: 0, 2: 1, 3: 0}
 # (trainer.context_parallel, trainer.replicas) of four ranks
 GRIDS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 WHOLE = GRIDS[:2]  # with every reducer and loss; the others with some
-SOME = ["reducer drgrpo", "reducer function", "loss gspo", "everything"]
+SOME = ["reducer drgrpo", "reducer function", "loss gspo", "everything", "adapters"]
 
 
 def near(policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
@@ -48,6 +50,12 @@ def update(name: str, context: int, replicas: int) -> tuple[dict[str, float], di
 
     def scorer(path: Path, checkpointing: bool = False) -> trainer_model.TokenScorer:
         language_model = trainer_model.load(path).double()
+        if kind == "adapters":
+            torch.manual_seed(0)
+            add_adapters(language_model, 4, 8.0, [])
+            for parameter_name, parameter in language_model.named_parameters():
+                if "lora_B" in parameter_name:  # at 0, as they start, A would have no gradient
+                    nn.init.normal_(parameter, std=0.1)
         return trainer_model.shard(language_model, SamplingDistribution(0.7, top_k=50), mesh, "float32", checkpointing)
 
     loss = LOSSES[which if kind == "loss" else "clipped"]
@@ -61,6 +69,8 @@ def update(name: str, context: int, replicas: int) -> tuple[dict[str, float], di
         settings = replace(settings, num_mini_batches=2, top_entropy_share=0.5)
         reference = scorer(TinyLlama(num_heads=4, num_kv_heads=2, seed=1).directory())
     ours = scorer(directory, checkpointing=kind == "everything")
+    if kind == "adapters":
+        objective, reference = Objective(loss, reducer, kl_coef=0.1), WithoutAdapters(ours)
     optimizer = make_optimizer(ours, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     policy = Policy(ours, reference, objective, optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)
 
@@ -74,7 +84,8 @@ def update(name: str, context: int, replicas: int) -> tuple[dict[str, float], di
         own = distributed.share_of(rollouts())
         kls = distributed.gather_all(list(zip(map(place, own), policy.sequence_kl(own), strict=True)))
         metrics |= {f"kl of {name}": kl for part in kls for name, kl in part}
-    return metrics, {n: distributed.full(p.grad).clone() for n, p in ours.named_parameters()}
+    trained = {n: p for n, p in ours.named_parameters() if p.requires_grad}
+    return metrics, {n: distributed.full(p.grad).clone() for n, p in trained.items()}
 
 
 def place(rollout: Rollout) -> tuple[int, int]:
@@ -83,7 +94,7 @@ def place(rollout: Rollout) -> tuple[int, int]:
 
 def main(out: str) -> None:
     distributed.init()
-    every = [*(f"reducer {n}" for n in REDUCERS), *(f"loss {n}" for n in LOSSES), "idle", "everything"]
+    every = [*(f"reducer {n}" for n in REDUCERS), *(f"loss {n}" for n in LOSSES), "idle", "everything", "adapters"]
     grids = GRIDS if distributed.world_size() == 4 else [(1, 1)]
     updates = {grid: {name: update(name, *grid) for name in (every if grid in WHOLE else SOME)} for grid in grids}
     distributed.split_context(1)

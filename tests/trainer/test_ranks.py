@@ -28,7 +28,7 @@ def run(num_ranks: int, out: Path) -> dict[str, Any]:
 def test_ranks_have_one_ranks_gradients_and_metrics_however_they_are_arranged(tmp_path: Path) -> None:
     alone, together = run(1, tmp_path / "one.pt"), run(4, tmp_path / "four.pt")
     one = alone["updates"][1, 1]
-    assert len(one) == 16
+    assert len(one) == 17
     assert list(together["updates"]) == GRIDS
     for grid, updates in together["updates"].items():
         assert len(updates) == (len(one) if grid in WHOLE else len(SOME))
@@ -43,7 +43,9 @@ def test_ranks_have_one_ranks_gradients_and_metrics_however_they_are_arranged(tm
     norms = {metrics["policy/grad_norm"] for name, (metrics, _) in one.items() if name.startswith("reducer")}
     assert len({round(norm, 6) for norm in norms}) >= 5
     assert 0.1 < one["reducer grpo"][0]["objective/sequence_cut"] < 0.9
-    assert sum(name.startswith("kl of") for name in one["everything"][0]) == 12
+    for name in ("everything", "adapters"):
+        assert sum(metric.startswith("kl of") for metric in one[name][0]) == 12
+    assert all("lora_" in parameter for parameter in one["adapters"][1])
 
     # Groups of 4, 5, 6 and 7 prompt tokens and about as many completion tokens, dealt out anew: one to each rank.
     before, after = together["dealt"]
