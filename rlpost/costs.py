@@ -132,6 +132,11 @@ class Shape:
     def tensors(self) -> int:
         return self.layers * self.block_tensors + (2 if self.tied else 3)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights and two moments in float32; a tied head is written beside the embeddings it is."""
+        return 12 * self.parameters + (4 * self.head_weights if self.tied else 0)
+
     def products(self, positions: float, tokens: float) -> float:
         """FLOPs of the blocks' products at `positions`, and of the head's at `tokens` of them."""
         return 2 * (self.layers * self.block_weights * positions + self.head_weights * tokens)

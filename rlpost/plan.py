@@ -254,7 +254,7 @@ def report(s: Setting, machine: Machine) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "flops_share": sum(phase.flops for phase in found) / machine.flops / seconds,
         "rollouts_bytes": rollouts_bytes(s),
-        "checkpoint_bytes": 12 * s.shape.parameters,
+        "checkpoint_bytes": s.shape.checkpoint_bytes,
         "fits": not why_not(s, machine),
         "why_not": why_not(s, machine),
     }
