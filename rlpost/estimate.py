@@ -111,7 +111,18 @@ class Phase:
 
 
 def trainer_memory(s: Setting) -> list[Item]:
-    """What a rank holds while it updates, at its most."""
+    """What a rank holds while it updates; not all of it at once."""
+    return [item for moment in _trainer_moments(s) for item in moment]
+
+
+def trainer_peak(s: Setting) -> float:
+    """Bytes at the most, as the backward pass begins or as it ends."""
+    always, begins, ends = map(total, _trainer_moments(s))
+    return always + max(begins, ends)
+
+
+def _trainer_moments(s: Setting) -> tuple[list[Item], list[Item], list[Item]]:
+    """Held all the time, as the backward pass begins, and as it ends."""
     shape, width, shard = s.shape, s.width, MASTER * s.shape.parameters / s.shards
     items = [
         Item("weights, float32", shard, "exact"),
@@ -135,15 +146,13 @@ def trainer_memory(s: Setting) -> list[Item]:
     kept += shape.layers * inputs + a_block if s.checkpointing else shape.layers * a_block
     entries = positions * shape.vocabulary
     head = 4 * (min(entries, KEPT_ENTRIES) + 3 * min(entries, max(CHUNK_ENTRIES, shape.vocabulary)))
-    reducing = "gradients before they are reduced"
-    # As the backward pass begins, and as it ends with the root's gradients.
     begins = [
-        Item(reducing, early, "estimate"),
+        Item("gradients before they are reduced", early, "estimate"),
         Item("activations of a micro-batch", kept, "estimate"),
         Item("head's probabilities and chunks", head, "bound"),
     ]
-    ends = [Item(reducing, late, "estimate")]
-    return [*items, Item("parameters gathered whole", whole, "estimate"), *max(begins, ends, key=total)]
+    ends = [Item("or, as the pass ends, the root's gradients", late, "estimate")] if late else []
+    return [*items, Item("parameters gathered whole", whole, "estimate")], begins, ends
 
 
 def total(items: Sequence[Item]) -> float:
@@ -197,7 +206,7 @@ def why_not(s: Setting, machine: Machine) -> list[str]:
         problems.append(
             f"each rank loads the whole model in float32 before it is sharded: {loading / gb:.1f} of {room / gb:.1f} GB"
         )
-    trainer = total(trainer_memory(s))
+    trainer = trainer_peak(s)
     weights, wanted = (item.size for item in engine_memory(s, machine)[:2])
     cache = kv_room(s, machine)
     engine = weights + (wanted if cache is None else cache)

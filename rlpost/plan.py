@@ -29,8 +29,8 @@ from rlpost.estimate import (
     engine_memory,
     phases,
     rollouts_bytes,
-    total,
     trainer_memory,
+    trainer_peak,
     why_not,
 )
 from rlpost.explain import explain
@@ -273,7 +273,7 @@ def text(title: str, s: Setting, machine: Machine) -> str:
         "",
         f"{'memory of a GPU':<52}{'GB':>9}",
         *(_item(Item(**item)) for item in r["trainer_memory"]),
-        _item(Item("trainer, together", total(trainer_memory(s)), "estimate")),
+        _item(Item("trainer, at its most", trainer_peak(s), "estimate")),
         *(_item(Item(**item)) for item in r["engine_memory"]),
         f"  {'completions decoded together':<50}{r['completions_together']:>9}",
         "",

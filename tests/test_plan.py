@@ -200,7 +200,12 @@ def test_memory_by_hand() -> None:
     reducing = 2 * 800 + 6 * 592
     # A block and position: norms 2 * (4 + 4) * 8, attention 2 * (4 + 2) * 4 + 8, the gated layer 8 * 16; 60 positions.
     kept = 60 * (2 * (128 + 48 + 8 + 128) + 64)
-    assert sizes == [shard, shard, 2 * shard, whole, reducing, kept, 4 * 4 * 6000]
+    assert sizes == [shard, shard, 2 * shard, whole, reducing, kept, 4 * 4 * 6000, 6 * 808]
+    assert estimate.trainer_peak(SETTING) == sum(sizes[:-1])
+    fewer = replace(SETTING, batch=replace(SETTING.batch, budget=1), longest=1, shape=replace(SMALL, layers=1))
+    assert estimate.trainer_peak(replace(fewer, shape=replace(fewer.shape, vocabulary=10**7))) == (
+        16 * (592 + 8e7 + 8) / 8 + 2 * (8e7 + 8 + 2 * 592) + max(16e7 + 6 * 592 + 312 + 64 + 16e7, 6 * (8e7 + 8))
+    )
     with_reference = estimate.trainer_memory(replace(SETTING, reference=True))
     assert estimate.total(with_reference) - sum(sizes) == shard
     # Sixteen positions of eight bytes a block are kept with checkpointing, and one block's activations.
