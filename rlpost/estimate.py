@@ -60,8 +60,8 @@ class Setting:
     longest: int  # tokens of the longest prompt and completion allowed
     width: int  # bytes of the compute dtype
     checkpointing: bool
-    scores_first: bool  # log-probabilities by the policy before the update
-    reference: bool
+    scorings: int  # passes over a rollout batch for the policy's log-probabilities before the update
+    reference_scorings: int  # the same of a reference model; 0: there is none
     idle_share: float  # of the groups, without a backward pass
     engine_width: int  # bytes of the engine's dtype
     max_num_seqs: int
@@ -129,7 +129,7 @@ def _trainer_moments(s: Setting) -> tuple[list[Item], list[Item], list[Item]]:
         Item("gradients, float32", shard, "exact"),
         Item("AdamW's moments, float32", 2 * shard, "exact"),
     ]
-    if s.reference:
+    if s.reference_scorings:
         items.append(Item("reference model, float32", shard, "exact"))
     block, root = shape.block_parameters, shape.root_parameters
     if s.alone and width == MASTER:  # not wrapped: the head's new gradient stands beside the sum
@@ -226,11 +226,11 @@ def why_not(s: Setting, machine: Machine) -> list[str]:
 def phases(s: Setting, machine: Machine) -> list[Phase]:
     """A step, phase by phase. Seconds: what is overlapped counts once, so they are lower bounds under the stated rates."""
     found = [*_rollout(s, machine)]
-    if s.scores_first:
-        found.append(_passes("log-probabilities before", s, machine, backward=False))
-    if s.reference:
-        found.append(_passes("log-probabilities of the reference", s, machine, backward=False))
-    found.append(_passes("update, forward and backward", s, machine, backward=True))
+    if s.scorings:
+        found.append(_passes("log-probabilities before", s, machine, s.scorings, backward=False))
+    if s.reference_scorings:
+        found.append(_passes("log-probabilities of the reference", s, machine, s.reference_scorings, backward=False))
+    found.append(_passes("update, forward and backward", s, machine, s.epochs, backward=True))
     owned = s.shape.parameters / s.shards
     # The norm reads the gradient and clipping rewrites it; AdamW reads four values of a parameter and writes three.
     found.append(_phase("optimizer", machine, memory_bytes=s.optimizer_steps * owned * MASTER * (1 + 2 + 4 + 3)))
@@ -258,10 +258,10 @@ def _rollout(s: Setting, machine: Machine) -> list[Phase]:
     return [prefill, replace(decode, seconds=decode.seconds + steps * machine.engine_step)]
 
 
-def _passes(name: str, s: Setting, machine: Machine, backward: bool) -> Phase:
-    """Over a rollout batch once for scoring, `epochs` times for updating."""
+def _passes(name: str, s: Setting, machine: Machine, passes: int, backward: bool) -> Phase:
+    """So many over a rollout batch."""
     b, shape, width = s.batch, s.shape, s.width
-    steps = s.optimizer_steps if backward else s.optimizer_steps // s.epochs
+    steps = passes * s.optimizer_steps // s.epochs
     active = replace(b, groups=math.ceil(b.groups * (1 - s.idle_share))) if backward else replace(b, groups=0)
     idle = replace(b, groups=b.groups - active.groups)
     flops = (active.update(shape, s.checkpointing) + idle.forward(shape)) / s.context_parallel

@@ -75,7 +75,9 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str = "floa
             if not file.name.endswith(".index.json"):  # of the weights' files
                 shutil.copy(file, building)
         model.to(getattr(torch, dtype)).save_pretrained(building)
-        building.chmod(0o755)
+        building.chmod(0o755)  # temporary directories and new safetensors files are their owner's alone
+        for file in building.iterdir():
+            file.chmod(0o644)
         building.rename(out)
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -158,6 +158,7 @@ def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> 
         if not 1 <= lengths[name] <= most:
             raise UserError(f"--{name}-tokens {given}: expected 1..{most}, the configuration's limit")
     reference = a.kl.coef > 0 or a.kl.measure
+    kl_in_reward = a.kl.coef > 0 and a.kl.place == "reward"  # its own two passes
     if arguments.idle_groups and ((a.kl.coef and a.kl.place == "loss") or a.entropy_coef):
         raise UserError("--idle-groups: with a KL or an entropy term in the loss every group has a backward pass")
     if not 0 <= arguments.idle_groups <= 1:
@@ -180,8 +181,8 @@ def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> 
         longest=longest,
         width=WIDTHS[cfg.trainer.precision],
         checkpointing=cfg.trainer.activation_checkpointing,
-        scores_first=optimizer_steps > 1 or a.top_entropy_share is not None or (reference and a.kl.place == "reward"),
-        reference=reference,
+        scorings=(optimizer_steps > 1 or a.top_entropy_share is not None) + kl_in_reward,
+        reference_scorings=reference + kl_in_reward,
         idle_share=arguments.idle_groups,
         engine_width=_engine_width(cfg),
         max_num_seqs=engine.get("max_num_seqs", engine.get("batch_size", 64)),

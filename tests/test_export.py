@@ -79,6 +79,7 @@ def test_the_directory_is_plain(run: Path, tmp_path: Path) -> None:
     out.mkdir(parents=True)
     assert export(run, out, dtype="bfloat16") == run / "checkpoints/step-000010"
     assert [path.name for path in out.parent.iterdir()] == ["b"]
+    assert all(path.stat().st_mode & 0o004 for path in (out, *out.iterdir()))
     tensors = load_file(out / "model.safetensors")
     assert "lm_head.weight" in tensors
     assert all(tensor.dtype == torch.bfloat16 and (tensor == 0.5).all() for tensor in tensors.values())

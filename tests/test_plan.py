@@ -59,8 +59,8 @@ SETTING = Setting(
     longest=20,
     width=2,
     checkpointing=False,
-    scores_first=False,
-    reference=False,
+    scorings=0,
+    reference_scorings=0,
     idle_share=0.0,
     engine_width=2,
     max_num_seqs=4,
@@ -206,7 +206,7 @@ def test_memory_by_hand() -> None:
     assert estimate.trainer_peak(replace(fewer, shape=replace(fewer.shape, vocabulary=10**7))) == (
         16 * (592 + 8e7 + 8) / 8 + 2 * (8e7 + 8 + 2 * 592) + max(16e7 + 6 * 592 + 312 + 64 + 16e7, 6 * (8e7 + 8))
     )
-    with_reference = estimate.trainer_memory(replace(SETTING, reference=True))
+    with_reference = estimate.trainer_memory(replace(SETTING, reference_scorings=1))
     assert estimate.total(with_reference) - sum(sizes) == shard
     # Sixteen positions of eight bytes a block are kept with checkpointing, and one block's activations.
     checkpointed = {item.name: item.size for item in estimate.trainer_memory(replace(SETTING, checkpointing=True))}
@@ -251,10 +251,9 @@ def test_phases_by_hand() -> None:
 
     half = {phase.name: phase for phase in estimate.phases(replace(SETTING, idle_share=0.5), MACHINE)}
     assert half["update, forward and backward"].flops == 2 * forward
-    more = {
-        phase.name: phase for phase in estimate.phases(replace(SETTING, reference=True, scores_first=True), MACHINE)
-    }
-    assert more["log-probabilities of the reference"].flops == more["log-probabilities before"].flops == forward
+    more = {phase.name: phase for phase in estimate.phases(replace(SETTING, reference_scorings=2, scorings=1), MACHINE)}
+    assert more["log-probabilities before"].flops == forward
+    assert more["log-probabilities of the reference"].flops == 2 * forward
     assert more["log-probabilities before"].link_bytes == 2 * 1992 * 7 / 8
     twice = {phase.name: phase for phase in estimate.phases(replace(SETTING, optimizer_steps=2, epochs=2), MACHINE)}
     assert twice["update, forward and backward"].flops == 6 * forward
@@ -288,11 +287,14 @@ def test_a_configuration_becomes_a_setting() -> None:
     command = ["--gpus", "4", *GPU, *overrides, "--model", "qwen2.5-7b", "--completion-tokens", "32"]
     _, s, machine = plan.planned(command)
     assert s.batch == Batch(groups=2, samples=4, prompt=256, completion=32, budget=2048)
-    assert (s.optimizer_steps, s.epochs, s.scores_first, s.reference, s.groups) == (6, 3, True, True, 16)
+    assert (s.optimizer_steps, s.epochs, s.scorings, s.reference_scorings, s.groups) == (6, 3, 1, 1, 16)
     assert (s.width, s.engine_width, s.longest, s.shards, s.memory_share) == (2, 2, 320, 4, 0.4)
     assert (machine.flops, machine.memory, machine.hop) == (989e12, 80e9, 3e-6)
+    in_reward = ["algorithm.kl.coef=0.1", "algorithm.kl.place=reward", "model=tiny"]
+    _, s, _ = plan.planned(["--gpus", "1", *GPU, *in_reward])
+    assert (s.scorings, s.reference_scorings) == (1, 2)
     _, s, machine = plan.planned(["--gpus", "1", *GPU, "--peak-tflops", "7", "model=tiny"])
-    assert (s.width, s.scores_first, machine.flops) == (4, False, 7e12)
+    assert (s.width, s.scorings, s.reference_scorings, machine.flops) == (4, 0, 0, 7e12)
 
 
 def test_ranks_that_share_positions_or_repeat_parameters() -> None:
