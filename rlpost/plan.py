@@ -54,7 +54,7 @@ OPTIONS = {
 # What no data sheet says: assumptions.
 ASSUMED = {"mfu": 0.4, "mbu": 0.6, "hop-us": 3.0, "engine-step-ms": 5.0, "reserve-gb": 3.0}
 # NVIDIA's data sheets of the SXM boards (peaks without sparsity), and a network card of 400 (A100: 200) Gb/s for each GPU.
-# A CPU's rates are measured ones: `make bench ARGS="--only plan"` shows how.
+# A CPU's rates are measured ones: `make bench ARGS="--only floor"` gives them.
 GPUS: dict[str, dict[str, Any]] = {
     "a100-80gb": {
         "memory-gb": 80,
