@@ -13,7 +13,8 @@ from typing import Any
 from benchmarks.common import default_model, make_policy, model_shape, module, run, synthetic
 from rlpost.cluster.node import MALLOC
 from rlpost.costs import Batch
-from rlpost.estimate import Machine, Setting, phases, trainer_memory
+from rlpost.estimate import Setting, phases, trainer_memory
+from rlpost.hardware import Machine
 
 BATCH = Batch(groups=8, samples=8, prompt=40, completion=26, budget=2048)
 ENGINE_STEP = 0.02  # docs/performance.md: Python an engine step

@@ -9,43 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlpost.costs import CHUNK_ENTRIES, KEPT_ENTRIES, Batch, Shape
+from rlpost.hardware import Machine
 
 Kind = Literal["exact", "bound", "estimate"]
 MASTER = 4  # bytes of a weight, a gradient and each of AdamW's two moments: float32
 PICKLED = 18  # bytes of a completion token: its id (over 65535), its log-probability, four letters of text
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A GPU (or a CPU process) and what joins it to others. Bytes, FLOPs and seconds; links count one direction."""
-
-    memory: float
-    flops: float  # dense matrix products in the trainer's precision, at their peak
-    engine_flops: float  # the same in the engine's
-    bandwidth: float  # of its memory
-    link: float  # to the others of its node
-    network: float  # of each GPU, to other nodes
-    products_share: float  # of `flops`, that large products reach (MFU)
-    bandwidth_share: float  # of `bandwidth`, that decoding reaches
-    hop: float  # a collective's latency for each rank in it
-    engine_step: float  # an engine step's own time beside its kernels
-    reserve: float  # memory of the driver, communicators and fragmentation
-    per_node: int = 8
-
-    def gather(self, size: float, ranks: int, collectives: int = 1) -> float:
-        """Seconds of ring all-gathers, or reduce-scatters, of `size` bytes in all over consecutive ranks."""
-        if ranks == 1:
-            return 0.0
-        inside = size * (ranks - 1) / ranks / self.link
-        across = size * max(0.0, 1 - self.per_node / ranks) / (self.per_node * self.network)
-        return max(inside, across) + collectives * (ranks - 1) * self.hop
-
-    def sum_replicas(self, size: float, replicas: int, ranks: int, collectives: int = 1) -> float:
-        """Seconds of ring all-reduces of `size` bytes over `replicas` ranks that are `ranks` apart."""
-        if replicas == 1:
-            return 0.0
-        rate = self.link if replicas * ranks <= self.per_node else self.network
-        return 2 * size * (replicas - 1) / replicas / rate + 2 * collectives * (replicas - 1) * self.hop
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ It takes the overrides that rlpost takes and checks them alike. docs/scaling.md 
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from rlpost.costs import MODELS, Batch, Shape
 from rlpost.errors import UserError, run_command
 from rlpost.estimate import (
     Item,
-    Machine,
     Phase,
     Setting,
     concurrent,
@@ -34,54 +33,11 @@ from rlpost.estimate import (
     why_not,
 )
 from rlpost.explain import explain
+from rlpost.hardware import GPUS, OPTIONS, Machine, figured
 from rlpost.suggest import nearest
 from rlpost.validation import validate
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
-# An option of the machine: its unit, and what it says.
-OPTIONS = {
-    "memory-gb": (1e9, "memory"),
-    "peak-tflops": (1e12, "dense matrix products at their peak, in the precision of trainer and engine"),
-    "bandwidth-gb-s": (1e9, "of the memory"),
-    "link-gb-s": (1e9, "to the GPUs of the same node, one direction"),
-    "network-gb-s": (1e9, "of each GPU to other nodes, one direction"),
-    "mfu": (1.0, "share of the peak that large products reach"),
-    "mbu": (1.0, "share of the bandwidth that decoding reaches"),
-    "hop-us": (1e-6, "a collective's latency for each rank in it"),
-    "engine-step-ms": (1e-3, "an engine step's own time beside its kernels"),
-    "reserve-gb": (1e9, "memory of driver, communicators and fragmentation"),
-}
-# What no data sheet says: assumptions.
-ASSUMED = {"mfu": 0.4, "mbu": 0.6, "hop-us": 3.0, "engine-step-ms": 5.0, "reserve-gb": 3.0}
-# NVIDIA's data sheets of the SXM boards (peaks without sparsity), and a network card of 400 (A100: 200) Gb/s for each GPU.
-# A CPU's rates are measured ones: `make bench ARGS="--only floor"` gives them.
-GPUS: dict[str, dict[str, Any]] = {
-    "a100-80gb": {
-        "memory-gb": 80,
-        "peak-tflops": {"float32": 19.5, "bfloat16": 312},
-        "bandwidth-gb-s": 2039,
-        "link-gb-s": 300,
-        "network-gb-s": 25,
-        **ASSUMED,
-    },
-    "h100-80gb": {
-        "memory-gb": 80,
-        "peak-tflops": {"float32": 67, "bfloat16": 989},
-        "bandwidth-gb-s": 3350,
-        "link-gb-s": 450,
-        "network-gb-s": 50,
-        **ASSUMED,
-    },
-    "h200-141gb": {
-        "memory-gb": 141,
-        "peak-tflops": {"float32": 67, "bfloat16": 989},
-        "bandwidth-gb-s": 4800,
-        "link-gb-s": 450,
-        "network-gb-s": 50,
-        **ASSUMED,
-    },
-    "cpu": {"mfu": 1.0, "mbu": 1.0, "hop-us": 100.0, "engine-step-ms": 20.0, "reserve-gb": 0.0},
-}
 
 
 def composed(overrides: Sequence[str], gpus: int, model: str | None) -> DictConfig:
@@ -184,7 +140,7 @@ def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> 
         scorings=(optimizer_steps > 1 or a.top_entropy_share is not None) + kl_in_reward,
         reference_scorings=reference + kl_in_reward,
         idle_share=arguments.idle_groups,
-        engine_width=_engine_width(cfg),
+        engine_width=WIDTHS[_engine_dtype(cfg)],
         max_num_seqs=engine.get("max_num_seqs", engine.get("batch_size", 64)),
         block_size=engine.get("block_size", engine.get("page_size")),
         memory_share=None if arguments.gpu == "cpu" else engine.get("gpu_memory_utilization"),
@@ -195,45 +151,11 @@ def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> 
     )
 
 
-def _engine_width(cfg: DictConfig) -> int:
+def _engine_dtype(cfg: DictConfig) -> str:
     dtype = cfg.rollout.engine.get("dtype", "float32")
     if dtype not in WIDTHS:
         raise UserError(f"rollout.engine.dtype={dtype}: {nearest(dtype, WIDTHS).removeprefix('; ')}")
-    return WIDTHS[dtype]
-
-
-def machine_of(arguments: argparse.Namespace, cfg: DictConfig) -> Machine:
-    """The named GPU's figures, and what the options say in their place."""
-    figures = dict(GPUS[arguments.gpu])
-    given = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
-    figures |= {name: value for name, value in given.items() if value is not None}
-    if arguments.gpus == 1:
-        figures |= {"link-gb-s": 1.0, "network-gb-s": 1.0}  # nobody to talk to
-    for name in OPTIONS:
-        if name not in figures:
-            raise UserError(f"--gpu {arguments.gpu}: --{name} is missing ({OPTIONS[name][1]}): give a measured one")
-        values = figures[name].values() if isinstance(figures[name], Mapping) else [figures[name]]
-        if min(values) < 0 or (min(values) == 0 and name not in ("hop-us", "engine-step-ms", "reserve-gb")):
-            raise UserError(f"--{name} {figures[name]}: expected a number over 0")
-    peaks = figures.pop("peak-tflops")
-    if not isinstance(peaks, Mapping):
-        peaks = dict.fromkeys(WIDTHS, peaks)
-    value = {name: OPTIONS[name][0] * figure for name, figure in figures.items()}
-    by_width = {WIDTHS[dtype]: peak * OPTIONS["peak-tflops"][0] for dtype, peak in peaks.items()}
-    return Machine(
-        memory=value["memory-gb"],
-        flops=by_width[WIDTHS[cfg.trainer.precision]],
-        engine_flops=by_width[_engine_width(cfg)],
-        bandwidth=value["bandwidth-gb-s"],
-        link=value["link-gb-s"],
-        network=value["network-gb-s"],
-        products_share=value["mfu"],
-        bandwidth_share=value["mbu"],
-        hop=value["hop-us"],
-        engine_step=value["engine-step-ms"],
-        reserve=value["reserve-gb"],
-        per_node=arguments.per_node,
-    )
+    return dtype
 
 
 def report(s: Setting, machine: Machine) -> dict[str, Any]:
@@ -338,7 +260,10 @@ def planned(command: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected at least 1")
     cfg = composed(arguments.overrides, arguments.gpus, arguments.model)
-    return arguments, setting_of(cfg, shape_of(cfg, arguments.model), arguments), machine_of(arguments, cfg)
+    setting = setting_of(cfg, shape_of(cfg, arguments.model), arguments)
+    given = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
+    dtypes = (cfg.trainer.precision, _engine_dtype(cfg))
+    return arguments, setting, figured(arguments.gpu, given, *dtypes, arguments.gpus, arguments.per_node)
 
 
 def _main() -> int:

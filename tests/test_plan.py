@@ -19,7 +19,8 @@ from rlpost import estimate, plan
 from rlpost.costs import CHUNK_ENTRIES, KEPT_ENTRIES, MODELS, Batch, Shape
 from rlpost.data.packing import attention_mask, pack
 from rlpost.errors import UserError
-from rlpost.estimate import Machine, Setting
+from rlpost.estimate import Setting
+from rlpost.hardware import Machine
 from rlpost.objective import logprobs
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.trainer import distributed
