@@ -10,11 +10,11 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks import against_trl, floor, growth, overhead, page
+from benchmarks import against_trl, floor, growth, overhead, page, plan
 from benchmarks.common import ROOT, cpu
 from rlpost import provenance
 
-NAMES = ["against_trl", "floor", "memory", "growth", "overhead"]
+NAMES = ["against_trl", "floor", "memory", "growth", "overhead", "plan"]
 
 
 def main() -> int:
@@ -32,6 +32,7 @@ def main() -> int:
         "memory": growth.measure_memory,
         "growth": growth.measure,
         "overhead": overhead.measure,
+        "plan": plan.measure,
     }
     for name in arguments.only:
         measured = measures[name]()

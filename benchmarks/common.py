@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.cluster.node import available_cores
+from rlpost.costs import Shape
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,6 +112,11 @@ def default_model() -> Path:
     from rlpost.config import build
 
     return build(OmegaConf.load(ROOT / "conf/model/smollm2-135m.yaml")).directory()
+
+
+def model_shape() -> Shape:
+    """The default experiment's model, for the cost model."""
+    return Shape.from_config(json.loads((default_model() / "config.json").read_text()), "config.json")
 
 
 def make_policy(directory: Path, precision: str = "float32") -> Any:

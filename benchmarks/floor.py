@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.against_trl import BF16, ours, prompts
-from benchmarks.common import default_model, median_seconds, module, run
+from benchmarks.common import median_seconds, model_shape, module, run
 from rlpost.cluster.node import MALLOC
 from rlpost.products import has_bfloat16
 
@@ -54,11 +54,9 @@ def floors(dtype_name: str, positions: int, tokens: int, prompt_tokens: int, dec
 
     Sampling computes every prompt once and then `decode_rows` tokens at a time.
     """
-    config = json.loads((default_model() / "config.json").read_text())
-    width, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    head_width = width // config["num_attention_heads"]
-    shape = (width, inner, head_width * config["num_key_value_heads"])
-    vocabulary = config["vocab_size"]
+    model = model_shape()
+    width, inner, vocabulary, layers = model.hidden, model.inner, model.vocabulary, model.layers
+    shape = (width, inner, model.head_width * model.kv_heads)
     chunk = min(tokens, 2**24 // vocabulary)
 
     blocks = products(1024, dtype_name, *shape)
@@ -72,14 +70,9 @@ def floors(dtype_name: str, positions: int, tokens: int, prompt_tokens: int, dec
     return {
         "update": sum(blocks.values()) * layers * positions / 1024 + sum(head) * tokens / chunk,
         "rollout": blocks["forward"] * layers * prompt_tokens / 1024 + decoding * tokens / decode_rows,
-        "update_gflop": 6e-9 * layers * _block_weights(*shape) * positions + 6e-9 * vocabulary * width * tokens,
-        "rollout_gflop": 2e-9 * layers * _block_weights(*shape) * (prompt_tokens + tokens)
-        + 2e-9 * vocabulary * width * tokens,
+        "update_gflop": 3e-9 * model.products(positions, tokens),
+        "rollout_gflop": 1e-9 * model.products(prompt_tokens + tokens, tokens),
     }
-
-
-def _block_weights(width: int, inner: int, key_width: int) -> int:
-    return 2 * width * width + 2 * key_width * width + 3 * inner * width
 
 
 def copy_rate() -> float:

@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import against_trl
+from benchmarks import against_trl, plan
 from benchmarks.common import spread
 
 
@@ -21,6 +21,7 @@ def write(results: dict[str, Any], out: Path) -> None:
         "memory": _memory,
         "growth": _growth,
         "overhead": _platform,
+        "plan": _plan,
     }
     lines = [
         "# Benchmarks",
@@ -172,3 +173,29 @@ def _platform(results: dict[str, Any], everything: dict[str, Any], out: Path) ->
         "| a step's drawing, scoring, advantages, metrics, records and MLflow (8 x 8 samples, tiny model), ms | "
         f"{spread([1000 * value for value in own], 1)}{share} |",
     ]
+
+
+def _plan(results: dict[str, Any], everything: dict[str, Any], out: Path) -> list[str]:
+    lines = [
+        "## The cost model",
+        "",
+        "What `rlpost-plan` counts ([scaling.md](../scaling.md)) against the default model's real objects: 8 prompts of 40 "
+        "tokens x 8 completions of 26, one process, float32.",
+        "",
+        "| count | predicted | real | predicted / real |",
+        "| --- | --- | --- | --- |",
+        *(f"| {name} | {told:.5g} | {real:.5g} | {told / real:.4f} |" for name, (told, real) in results.items()),
+    ]
+    if "floor" in everything:
+        lines += [
+            "",
+            "Seconds of the busy case above, predicted from its floor's rates; both leave out what is not a product or a copy.",
+            "",
+            "| phase | predicted / measured |",
+            "| --- | --- |",
+            *(
+                f"| {name} | {told / real:.2f} |"
+                for name, (told, real) in plan.seconds(everything["floor"]["results"]).items()
+            ),
+        ]
+    return lines

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlpost.costs import Shape
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.split import user_message
 from rlpost.errors import UserError
@@ -343,3 +344,10 @@ def test_groups_are_handed_on_when_whole_and_come_back_in_order() -> None:
     assert [(r.prompt.group_id, r.sample_index) for r in rollouts] == [(g, i) for g in (4, 5) for i in range(3)]
     assert rollouts[4].completion.token_ids == (sample_seed(0, 2, 5, 1) % 100,)
     assert whole == [rollouts[3:], rollouts[:3]]
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_the_cache_holds_as_many_tokens_as_rlpost_plan_counts(engine: Engine, tiny_dir: Path) -> None:
+    shape = Shape.from_config(json.loads((tiny_dir / "config.json").read_text()), "tiny")
+    cache = engine._llm.llm_engine.vllm_config.cache_config
+    assert cache.num_gpu_blocks == 2**26 // (cache.block_size * shape.kv_bytes(4))
