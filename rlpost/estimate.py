@@ -164,16 +164,16 @@ def concurrent(s: Setting, machine: Machine) -> int:
     return max(0, min(most, int(room // (kv_token(s) * (s.batch.prompt + s.batch.completion)))))
 
 
+def loading(s: Setting, machine: Machine) -> float:
+    """Bytes of a node's own memory as a run starts: each rank loads the whole model in float32 before it is sharded."""
+    return MASTER * s.shape.parameters * min(s.gpus, machine.per_node)
+
+
 def why_not(s: Setting, machine: Machine) -> list[str]:
     """What does not fit, in words; nothing if everything does."""
     gb = 1e9
     room = machine.memory - machine.reserve
     problems = []
-    loading = MASTER * s.shape.parameters
-    if loading > room:
-        problems.append(
-            f"each rank loads the whole model in float32 before it is sharded: {loading / gb:.1f} of {room / gb:.1f} GB"
-        )
     trainer = trainer_peak(s)
     weights, wanted = (item.size for item in engine_memory(s, machine)[:2])
     cache = kv_room(s, machine)

@@ -20,6 +20,8 @@ from transformers.utils import logging as transformers_logging
 from rlpost.config import build
 from rlpost.errors import UserError, run_command
 from rlpost.models import load_model
+from rlpost.schema import Config
+from rlpost.trainer.lora import add_adapters, merged
 
 # What a model's directory holds beside weights, which are written anew.
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
@@ -42,11 +44,12 @@ def checkpoint_of(run_dir: Path, step: int | None) -> Path:
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Into the model's own tensors, which have to be the checkpoint's in number and size.
+    """Into the model's own tensors, or its adapters where it has some: they have to be the checkpoint's in number and size.
 
     Raises: UserError if they are not, or the checkpoint cannot be read.
     """
-    state = {f"language_model.{name}": tensor for name, tensor in model.state_dict().items()}
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    state = {f"language_model.{name}": tensor for name, tensor in model.state_dict().items() if name not in frozen}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
@@ -64,10 +67,18 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str = "floa
     checkpoint = checkpoint_of(run_dir, step)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty directory; choose another")
-    source = build(OmegaConf.load(run_dir / "config.yaml").model)
+    cfg = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run_dir / "config.yaml"))
+    source = build(cfg.model)
     directory = source.directory()
     model: Any = load_model(directory, torch.float32, source.trust_remote_code)
+    lora = cfg.trainer.lora
+    if lora.rank:
+        add_adapters(model, lora.rank, lora.alpha, lora.targets)
     load_weights(model, checkpoint)
+    if lora.rank:  # a model without them, and what they come to
+        weights = dict(merged(model))
+        model = load_model(directory, torch.float32, source.trust_remote_code)
+        model.load_state_dict(weights, strict=False)  # a tied head has one name only
     out.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:

@@ -26,6 +26,7 @@ from rlpost.estimate import (
     Setting,
     concurrent,
     engine_memory,
+    loading,
     phases,
     rollouts_bytes,
     trainer_memory,
@@ -91,10 +92,17 @@ def _directory(source: Any) -> Path:
 
 
 def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> Setting:
-    """Raises: UserError for numbers that do not go together."""
+    """Raises: UserError for numbers that do not go together, and for what the model of costs leaves out."""
+    left_out = {
+        "trainer.lora.rank": cfg.trainer.lora.rank > 0,
+        "trainer.cpu_offload": cfg.trainer.cpu_offload,
+        "rollout.engine": str(cfg.rollout.engine._target_).endswith(".VLLMServers"),
+    }
+    for key, is_set in left_out.items():
+        if is_set:
+            raise UserError(f"{key}: rlpost-plan knows whole models on GPUs that also sample, not this; leave it out")
     gpus, a, engine = arguments.gpus, cfg.algorithm, cfg.rollout.engine
-    context = cfg.trainer.get("context_parallel", 1)
-    replicas = cfg.trainer.get("replicas", 1)
+    context, replicas = cfg.trainer.context_parallel, cfg.trainer.replicas
     longest = cfg.prompt.max_tokens + cfg.rollout.max_tokens
     if shape.context is not None and longest > shape.context:
         raise UserError(
@@ -178,6 +186,7 @@ def report(s: Setting, machine: Machine) -> dict[str, Any]:
         "flops_share": sum(phase.flops for phase in found) / machine.flops / seconds,
         "rollouts_bytes": rollouts_bytes(s),
         "checkpoint_bytes": s.shape.checkpoint_bytes,
+        "loading_bytes": loading(s, machine),
         "fits": not why_not(s, machine),
         "why_not": why_not(s, machine),
     }
@@ -208,11 +217,19 @@ def text(title: str, s: Setting, machine: Machine) -> str:
         f"{_number(r['tokens_per_s'])} completion tokens/s, {_number(r['tokens_per_s'] / s.gpus)} of each GPU; "
         f"{r['flops_share']:.1%} of the products' peak",
         f"every rank receives {r['rollouts_bytes'] / 1e6:.3g} MB of completions a step; a checkpoint has "
-        f"{r['checkpoint_bytes'] / 1e9:.4g} GB",
-        "it fits" if r["fits"] else "it does not fit (seconds are as if it did):",
+        f"{r['checkpoint_bytes'] / 1e9:.4g} GB; starting takes {r['loading_bytes'] / 1e9:.4g} GB of a node's own memory",
+        _verdict(r["fits"], s.tensor_parallel),
         *(f"  {reason}" for reason in r["why_not"]),
     ]
     return "\n".join(lines)
+
+
+def _verdict(fits: bool, tensor_parallel: int) -> str:
+    if not fits:
+        return "it does not fit (seconds are as if it did):"
+    if tensor_parallel == 1:
+        return "it fits"
+    return f"it would fit with engines over {tensor_parallel} GPUs, which rollout=vllm does not have"
 
 
 def _item(item: Item) -> str:

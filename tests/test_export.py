@@ -16,7 +16,8 @@ from rlpost.export import export, main
 from rlpost.tiny import TinyLlama
 from rlpost.trainer.checkpoint import Checkpoints
 from tests.runs import TINY, rlpost, weights
-from tests.trainer.test_policy import make_policy
+from tests.trainer.test_lora import make
+from tests.trainer.test_policy import groups, make_policy, rollouts
 
 IDS = (5, 60, 70, 80, 90, 100)
 
@@ -122,3 +123,22 @@ def test_what_cannot_be_exported_is_said_in_one_line(
     with pytest.raises(UserError, match="it has no checkpoint yet"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_merged(tmp_path: Path, process_group: None) -> None:
+    policy = make(TinyLlama().directory())
+    made = rollouts()
+    policy.update(made, groups(made), step=1)
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints")
+    checkpoints.save(policy, 1, {})
+    checkpoints.finish()
+    cfg = {"model": {"_target_": "rlpost.tiny.TinyLlama"}, "trainer": {"lora": {"rank": 4, "alpha": 8.0}}}
+    OmegaConf.save(OmegaConf.create(cfg), tmp_path / "run/config.yaml")
+    export(tmp_path / "run", tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = dict(policy.named_weights())
+    found = dict(exported.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+    initial = dict(AutoModelForCausalLM.from_pretrained(TinyLlama().directory()).named_parameters())
+    assert any(not torch.equal(weight, initial[name]) for name, weight in found.items())

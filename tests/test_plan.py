@@ -139,7 +139,7 @@ def test_weights_gradients_and_moments_are_those_of_the_real_objects(tiny_dir: P
 
 
 def scorer_of(model: torch.nn.Module, checkpointing: bool = False) -> trainer_model.TokenScorer:
-    mesh = distributed.data_mesh()
+    mesh = distributed.sharding_mesh()
     return trainer_model.shard(model, SamplingDistribution(), mesh, activation_checkpointing=checkpointing)
 
 
@@ -269,9 +269,7 @@ def test_phases_by_hand() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     assert estimate.why_not(SETTING, MACHINE) == []
-    loading, together = estimate.why_not(SETTING, replace(MACHINE, memory=7900.0, reserve=10.0))[::2]
-    assert "loads the whole model in float32" in loading
-    assert "trainer and engine together" in together
+    assert "trainer and engine together" in estimate.why_not(SETTING, replace(MACHINE, memory=7900.0, reserve=10.0))[-1]
     (engine,) = estimate.why_not(replace(SETTING, memory_share=0.0045), MACHINE)
     assert "not one sequence of 20 tokens" in engine
     assert estimate.concurrent(replace(SETTING, memory_share=0.0045), MACHINE) == 1  # (4500 - 3984) / (15 * 32)
@@ -340,7 +338,7 @@ def test_the_command() -> None:
     command = ["--gpus", "8", *GPU, "--model", "llama-3.1-70b"]
     shown = run(*command)
     assert shown.returncode == 0, shown.stderr
-    assert "each rank loads the whole model in float32 before it is sharded: 282.2 of 77.0 GB" in shown.stdout
+    assert "starting takes 2258 GB of a node's own memory" in shown.stdout  # eight times 4 bytes of 70.55e9
     assert (
         len(
             {
@@ -359,6 +357,14 @@ def test_the_command() -> None:
     assert wrong.stderr == "rlpost-plan: stepz: there is no such setting; did you mean 'steps'?\n"
 
 
+def test_an_engine_over_several_gpus_is_a_what_if() -> None:
+    shared = ["--tensor-parallel", "4", "trainer.micro_batch_tokens=512"]
+    _, setting, machine = plan.planned(["--gpus", "8", *GPU, "--model", "qwen2.5-7b", *shared])
+    shown = plan.text("", setting, machine)
+    assert shown.endswith("\nit would fit with engines over 4 GPUs, which rollout=vllm does not have"), shown
+    assert plan.text("", replace(setting, tensor_parallel=1), machine).endswith("\nit fits")
+
+
 def test_the_command_loads_no_heavy_module() -> None:
     script = (
         "import sys; from rlpost.plan import planned; "
@@ -367,3 +373,9 @@ def test_the_command_loads_no_heavy_module() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("left_out", ["trainer.lora.rank=8", "trainer.cpu_offload=true", "rollout=vllm_server"])
+def test_what_the_model_of_costs_leaves_out_is_refused(left_out: str) -> None:
+    with pytest.raises(UserError, match="rlpost-plan knows whole models on GPUs that also sample, not this"):
+        plan.planned(["--gpus", "1", *GPU, "--model", "llama-3.1-8b", left_out])

@@ -181,8 +181,9 @@ def shard(
 ) -> TokenScorer:
     """Wrap and shard with `fully_shard`: a unit per block, and the root with embeddings and head.
 
-    Gradients are summed over ranks, not averaged: the objective's weights hold the step's denominators already. One
-    rank in float32 has nothing to shard and nothing to cast, and is spared the copies.
+    The weights come to the GPU a unit at a time, of which each rank keeps its shard. Gradients are summed over ranks, not
+    averaged: the objective's weights hold the step's denominators already. One rank in float32 has nothing to shard and
+    nothing to cast, and is spared the copies.
 
     Args:
         mesh: of one dimension, or (replicas, shards).
@@ -194,8 +195,6 @@ def shard(
     _check_context(model)
     if cpu_offload and distributed.device().type == "cpu":
         raise UserError("trainer.cpu_offload=true moves weights off a GPU, and there is none")
-    if not cpu_offload:
-        model.to(distributed.device())
     if activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only
@@ -203,7 +202,7 @@ def shard(
     scorer = TokenScorer(model, distribution, vision)
     alone = mesh.size() == 1
     if alone and precision == "float32" and not cpu_offload:
-        return scorer
+        return scorer.to(distributed.device())
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if precision == "bfloat16"
