@@ -101,14 +101,21 @@ class ServerPool:
         """
 
         async def ask(server: Server) -> None:
-            try:
-                for path, body in requests:
-                    await self._ask(server, path, body, lambda answer: None)
-            except (ServerLostError, RuntimeError) as error:
+            for path, body in requests:
+                await self._ask(server, path, body, lambda answer: None)
+
+        async def ask_or_lose(server: Server) -> None:
+            asking, watch = asyncio.create_task(ask(server)), asyncio.create_task(self._watch(server))
+            await asyncio.wait([asking, watch], return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                self._lose(server, watch.result())
+            elif error := asking.exception():
                 self._lose(server, str(error))
+            asking.cancel()
+            watch.cancel()
 
         async def ask_all() -> None:
-            await asyncio.gather(*map(ask, self.live))
+            await asyncio.gather(*map(ask_or_lose, self.live))
 
         self._wait(ask_all())
         assert self.live

@@ -35,9 +35,11 @@ class ServerProcess:
         self._arguments, self._threads = list(arguments), threads
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._is_ended = False
 
     def start(self) -> None:
         port = _free_port()
+        self._is_ended = False
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,11 +73,12 @@ class ServerProcess:
         return next(iter(errors), lines[-1] if lines else "it printed nothing")
 
     def end(self) -> None:
-        """At once, with the processes it started."""
-        if self._process is not None:
+        """At once, with the processes it started, which outlive it where it was killed."""
+        if self._process is not None and not self._is_ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            self._is_ended = True  # its number may become another's
 
 
 def _environment(variables: Mapping[str, str], threads: int | None) -> dict[str, str]:
