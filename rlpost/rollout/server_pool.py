@@ -129,9 +129,11 @@ class ServerPool:
         self._wait(self._post(server, path, body))
 
     def close(self) -> None:
-        for server in self.servers:
-            if server.process is not None:
-                server.process.end()
+        processes = [server.process for server in self.servers if server.process is not None]
+        for process in processes:
+            process.stop()
+        for process in processes:
+            process.end()
         self._wait(self._session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -208,6 +210,7 @@ class ServerPool:
                 return read(await self._post(server, path, body))
             except TransientError as error:
                 reason = str(error)
+                log.info("%s%s: %s", server.url, path, reason)
                 if server.process is not None and (exited := server.process.exited()):
                     raise ServerLostError(exited) from None
         raise ServerLostError(f"{path} failed {self._retries + 1} times ({reason})")
@@ -229,7 +232,7 @@ class ServerPool:
             server.lost = reason
             log.warning("the rollout server %s is lost: %s", server.url, reason)
             if server.process is not None:
-                server.process.end()
+                self._loop.run_in_executor(None, server.process.end)
 
 
 def _text(error: Exception) -> str:
