@@ -121,6 +121,23 @@ def test_a_reward_group_that_is_one_target() -> None:
         ("rollout.regex=a rollout.choice=[b]", "rollout.regex and rollout.choice are two ways to guide a completion"),
         ("rollout=transformers rollout.regex=a", "rollout.regex: transformers does not guide completions"),
         ("rollout=paged rollout.choice=[a]", "rollout.choice: transformers does not guide completions"),
+        ("rollout=vllm_server rollout.engine.urls=[a:8000]", "'a:8000' is not a server's address; expected http://"),
+        ("rollout=vllm_server rollout.engine.urls=[http://a:x]", "'http://a:x' is not a server's address"),
+        ("rollout=vllm_server rollout.engine.urls=[http://a/v1]", "'http://a/v1' is not a server's address"),
+        (
+            "rollout=vllm_server rollout.engine.urls=[http://localhost:1] rollout.engine.num_servers=1",
+            "rollout.engine.urls and rollout.engine.num_servers: servers are listed or started, not both",
+        ),
+        (
+            "rollout=vllm_server rollout.engine.urls=[http://localhost:1,http://localhost:1/]",
+            "a server is listed twice",
+        ),
+        ("rollout=vllm_server rollout.engine.urls=[http://a:1]", "set rollout.engine.weights_dir to a directory that"),
+        (
+            "rollout=vllm_server rollout.engine.urls=[http://localhost:1] cluster=cpu2",
+            "lists 1 servers for the cluster's 2 processes",
+        ),
+        ("rollout=vllm_server rollout.engine.num_servers=0", "num_servers=0: expected a whole number, at least 1"),
         ("rollout.max_turns=0", "rollout.max_turns=0: expected a whole number, at least 1"),
         ("scoring.on_error=nil", "scoring.on_error=nil: expected one of fail, zero, none"),
         ("scoring.timeout=0", "scoring.timeout=0.0: expected a number of seconds over 0"),

@@ -5,6 +5,7 @@ import math
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,14 @@ def test_without_a_filter_every_group_is_trained_on() -> None:
     for r in rollouts:
         by_text[r.prompt.text].append(r.advantage)
     assert by_text == {"11": [0.0, 0.0], "10": [0.5, -0.5]}
+
+
+def test_what_the_engine_says_of_itself_is_reported() -> None:
+    logged: list[dict[str, float]] = []
+    loop, _ = make_loop(["11", "10"])
+    loop.tracker = SimpleNamespace(log=lambda step, metrics, rollouts: logged.append(metrics))
+    loop._one_step(1, SimpleNamespace(phase=lambda *_: None, step=lambda *_: None))
+    assert [metrics["rollout/servers"] for metrics in logged] == [2.0]
 
 
 def test_dynamic_sampling_refills_until_the_step_is_full() -> None:

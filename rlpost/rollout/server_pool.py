@@ -101,14 +101,21 @@ class ServerPool:
         """
 
         async def ask(server: Server) -> None:
-            try:
-                for path, body in requests:
-                    await self._ask(server, path, body, lambda answer: None)
-            except (ServerLostError, RuntimeError) as error:
+            for path, body in requests:
+                await self._ask(server, path, body, lambda answer: None)
+
+        async def ask_or_lose(server: Server) -> None:
+            asking, watch = asyncio.create_task(ask(server)), asyncio.create_task(self._watch(server))
+            await asyncio.wait([asking, watch], return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                self._lose(server, watch.result())
+            elif error := asking.exception():
                 self._lose(server, str(error))
+            asking.cancel()
+            watch.cancel()
 
         async def ask_all() -> None:
-            await asyncio.gather(*map(ask, self.live))
+            await asyncio.gather(*map(ask_or_lose, self.live))
 
         self._wait(ask_all())
         assert self.live
@@ -122,9 +129,11 @@ class ServerPool:
         self._wait(self._post(server, path, body))
 
     def close(self) -> None:
-        for server in self.servers:
-            if server.process is not None:
-                server.process.end()
+        processes = [server.process for server in self.servers if server.process is not None]
+        for process in processes:
+            process.stop()
+        for process in processes:
+            process.end()
         self._wait(self._session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -201,6 +210,7 @@ class ServerPool:
                 return read(await self._post(server, path, body))
             except TransientError as error:
                 reason = str(error)
+                log.info("%s%s: %s", server.url, path, reason)
                 if server.process is not None and (exited := server.process.exited()):
                     raise ServerLostError(exited) from None
         raise ServerLostError(f"{path} failed {self._retries + 1} times ({reason})")
@@ -222,7 +232,7 @@ class ServerPool:
             server.lost = reason
             log.warning("the rollout server %s is lost: %s", server.url, reason)
             if server.process is not None:
-                server.process.end()
+                self._loop.run_in_executor(None, server.process.end)
 
 
 def _text(error: Exception) -> str:

@@ -1,12 +1,12 @@
 """A vLLM server as a process of this machine, which ends with the process that started it."""
 
-import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +19,8 @@ _RANK_VARIABLES = re.compile(
 
 # Of a line in the log: the process, then the level, the time and the place.
 _PREFIX = re.compile(r"^(\(.*? pid=\d+\) ?)?([A-Z]+ \d\S* \S+ \[\S+\] ?)?")
+
+_GRACE_S = 10.0
 
 
 class ServerProcess:
@@ -34,6 +36,7 @@ class ServerProcess:
         self.log, self.url = log, ""
         self._arguments, self._threads = list(arguments), threads
         self._process: subprocess.Popen[bytes] | None = None
+        self._group: int | None = None  # of processes, until its end
         self._log_start = 0
 
     def start(self) -> None:
@@ -53,6 +56,7 @@ class ServerProcess:
                 start_new_session=True,
                 preexec_fn=lambda: end_with_parent(signal.SIGTERM),
             )
+        self._group = self._process.pid
 
     def exited(self) -> str | None:
         """How it ended; None while it runs."""
@@ -70,12 +74,33 @@ class ServerProcess:
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: ", line)]
         return next(iter(errors), lines[-1] if lines else "it printed nothing")
 
+    def stop(self) -> None:
+        """Ask it and what it started to end, without waiting."""
+        if self._group is not None:
+            _signal_group(self._group, signal.SIGTERM)
+
     def end(self) -> None:
-        """At once, with the processes it started."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """Have ended it and what it started, which outlive it where it was killed; gracefully if that is quick."""
+        self.stop()
+        group, process, self._group = self._group, self._process, None
+        deadline = time.monotonic() + _GRACE_S
+        while group is not None and time.monotonic() < deadline:
+            process.poll()  # takes note of its end
+            if not _signal_group(group, 0):
+                return
+            time.sleep(0.05)
+        if group is not None:
+            _signal_group(group, signal.SIGKILL)
+            process.wait()
+
+
+def _signal_group(group: int, number: int) -> bool:
+    """Returns: whether there still is a process in it."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _environment(variables: Mapping[str, str], threads: int | None) -> dict[str, str]:

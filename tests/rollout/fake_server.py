@@ -49,11 +49,12 @@ class FakeServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     async def _serve(self) -> web.AppRunner:
-        runner = web.AppRunner(self.app())
+        runner = web.AppRunner(self.app(), shutdown_timeout=0.01)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -68,6 +69,8 @@ class FakeServer:
     async def _control(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append((request.path_qs, body))
+        if self.frozen:
+            await asyncio.sleep(3600)
         if request.path == "/update_weight_version":
             self._label = body["new_version"]
         if request.path == "/collective_rpc" and (path := body["kwargs"]["path"]):

@@ -1,22 +1,33 @@
 """rollout=vllm_server: what it tells servers and makes of their answers, servers it starts, and real ones in a real run."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import pyarrow.parquet as pq
 import pytest
 import torch
+from aiohttp import web
+from transformers import AutoModelForCausalLM
 
+from rlpost.data.prompts import PromptFormat
+from rlpost.data.split import user_message
 from rlpost.errors import UserError
 from rlpost.rollout.engine import Sampling
 from rlpost.rollout.server import VLLMServers
+from rlpost.rollout.server_pool import Server
 from rlpost.types import Example, Prompt
 from tests.rollout.fake_server import FakeServer, token_ids
+from tests.rollout.test_engines import generate, make_engine, restore
+from tests.runs import TINY, rows, start, wait_for_steps, weights
 
 FAKE = Path(__file__).with_name("fake_server.py")
 
@@ -181,3 +192,112 @@ def test_servers_end_with_a_process_that_is_killed(tiny_dir: Path, tmp_path: Pat
     process.communicate()
     while server.exists() and "State:\tZ" not in (server / "status").read_text():
         time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def real(
+    tiny_dir: Path, tiny_end_tokens: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VLLMServers]:
+    """Two vLLM servers."""
+    logs = tmp_path_factory.mktemp("logs")
+    engine = VLLMServers(tiny_dir, tiny_end_tokens, 256, str(logs), num_servers=2, threads=1, kv_cache_bytes=2**26)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.slow
+def test_servers_sample_what_the_engine_in_the_process_does(
+    real: VLLMServers, tiny_dir: Path, tiny_end_tokens: tuple[int, ...], tiny_tokenizer: Any
+) -> None:
+    texts = ["hi", "What is 3 + 4?", "a much longer question, " * 4]
+    prompts = 4 * PromptFormat().apply([Example(user_message(t), None) for t in texts], tiny_tokenizer, "training")
+    inside = make_engine("vllm", tiny_dir, tiny_end_tokens)
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+    samplings = [
+        Sampling(max_tokens=24, temperature=0),
+        Sampling(max_tokens=24, temperature=0.7, top_p=0.9, stop=("a", "e")),
+        Sampling(max_tokens=24, bad_words=("b",), logit_bias={50: 3.0}),
+        Sampling(max_tokens=24, choice=("yes", "no", "maybe")),
+    ]
+    try:
+        for version in (0, 7):
+            if version:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(0.05 * torch.randn_like(parameter))
+                restore(inside, model, version)
+                restore(real, model, version)
+            for sampling in samplings:
+                expected = generate(inside, prompts, range(len(prompts)), sampling)
+                for ours, theirs in zip(generate(real, prompts, range(len(prompts)), sampling), expected, strict=True):
+                    assert replace(ours, rollout_logprobs=()) == replace(theirs, rollout_logprobs=())
+                    assert ours.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=1e-4)
+                    assert ours.policy_version == version
+        assert real.metrics() == {"servers": 2, "retries": 0, "moved": 0}
+    finally:
+        inside.close()
+
+
+def kill(server: Server) -> None:
+    """The server and what it started."""
+    os.killpg(server.process._process.pid, signal.SIGKILL)
+
+
+class KillingProxy(FakeServer):
+    """Stands in front of a server, which it kills when the `killed_at`-th completion is asked for."""
+
+    def __init__(self, server: Server, killed_at: int) -> None:
+        super().__init__()
+        self._server, self._left = server, killed_at
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        return app
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        self._left -= request.path == "/inference/v1/generate"
+        if self._left == 0:
+            kill(self._server)
+        url, body = f"{self._server.url}{request.path_qs}", await request.read()
+        async with aiohttp.request(
+            request.method, url, data=body, headers={"Content-Type": "application/json"}
+        ) as answer:
+            return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_killed_server_and_ends_without_any(real: VLLMServers, tmp_path: Path) -> None:
+    first, second = real._pool.servers
+    run = tmp_path / "run"
+    settings = [*TINY, "rollout=vllm_server", "rollout.max_tokens=100", "+rollout.engine.retries=2", "tracking=none"]
+    settings += ["steps=100", "prompts_per_step=8", "checkpoint.every=2", "evaluation.at_end=false", f"run_dir={run}"]
+    # Each server has 16 of a step's 32 completions, after one that the run tries it with.
+    with KillingProxy(first, killed_at=1 + 2 * 16 + 8) as proxy:
+        process = start(tmp_path, *settings, f"rollout.engine.urls=[{proxy.url},{second.url}]")
+        wait_for_steps(run, 5, process)
+        kill(second)
+        _, err = process.communicate(timeout=250)
+    assert process.returncode == 1, err
+    (line,) = (line for line in err.splitlines() if "no rollout server is left" in line)
+    assert proxy.url in line
+    assert second.url in line
+
+    done = rows(run)
+    assert [row["rollout/servers"] for row in done] == [2, 2] + [1] * (len(done) - 2)
+    assert [row["step"] for row in done if row["rollout/moved"]] == [3]
+    assert done[2]["rollout/moved"] >= 8
+    assert done[2]["rollout/retries"] > 0
+    assert max(row["rollout/logprob_diff_max"] for row in done) < 1e-3
+    files = sorted((run / "completions").glob("step-*.parquet"))
+    sampled = [row for file in files for row in pq.read_table(file).to_pylist()]
+    places = [(row["step"], row["group_id"], row["sample_index"]) for row in sampled]
+    groups = {(row["step"], row["group_id"]) for row in sampled}
+    assert len(places) == len(set(places)) == len(done) * 32  # none lost, none twice
+    assert len(groups) == len(done) * 8
+    assert all(row["policy_version"] == row["step"] - 1 for row in sampled)
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], "no rollout server is left" in status["error"]) == ("failed", True)
+    last = max((run / "checkpoints").iterdir())
+    assert last.name == f"step-{len(done) // 2 * 2:06d}"
+    assert weights(run, len(done) // 2 * 2)

@@ -81,6 +81,20 @@ def test_a_server_without_an_answer_to_health_checks_gives_its_requests_to_other
         assert (pool.num_moved, pool.num_retries) == (4, 0)
 
 
+def test_what_each_server_is_asked_loses_those_that_fail_and_those_that_hang() -> None:
+    with pool_of(answering, answering, answering, health_s=0.05) as (pool, fakes):
+        fakes[0].frozen = True
+        pool.servers[1].url = "http://127.0.0.1:9"
+        pool.each([("/pause", {}), ("/resume", {})])
+        assert [server.lost is None for server in pool.servers] == [False, False, True]
+        assert str(pool.servers[0].lost).startswith("three health checks failed")
+        assert str(pool.servers[1].lost).startswith("/pause failed 4 times (Client")
+        assert fakes[2].asked == [("/pause", {}), ("/resume", {})]
+        fakes[2].frozen = True
+        with pytest.raises(RuntimeError, match="no rollout server is left"):
+            pool.each([("/pause", {})])
+
+
 def test_work_goes_to_the_server_with_the_least_under_way() -> None:
     requests = bodies(20)
     with pool_of(lambda body: "hang", answering, concurrency=2) as (pool, fakes):
