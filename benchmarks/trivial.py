@@ -1,6 +1,7 @@
 """A cluster that trains nothing: what is left of a run is the platform's own work."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class Trivial:
     def launch(self, run_dir: Path) -> int:
         run = RunDir(run_dir)
         cfg = run.config()
+        (run_dir / "node").write_text(os.environ.get("RAY_NODE_ID", ""), encoding="utf-8")  # where a launcher put it
         if cfg.seed == self.fail_seed:
             run.set_state("failed", error="RuntimeError: fail_seed")
             return 1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.runs import TINY, exact, rlpost, start, wait_for_steps
+from tests.sweep.test_arms import trivial
 
 pytestmark = pytest.mark.slow
 ON_RAY = ["cluster=ray", "cluster.num_processes=2", "cluster.strategy=STRICT_SPREAD", "rollout=transformers"]
@@ -43,6 +44,29 @@ def test_a_rank_that_dies_ends_the_run_with_its_name(cluster: Any, tmp_path: Pat
     assert "rlpost: rank 1 was ended by SIGKILL" in err
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["error"]) == ("failed", "rank 1 was ended by SIGKILL")
+
+
+def test_a_sweep_is_spread_over_the_nodes(cluster: Any, tmp_path: Path) -> None:
+    launcher = [
+        "hydra/launcher=ray",
+        "hydra.launcher.ray.init.address=auto",
+        "+hydra.launcher.ray.init.object_store_memory=null",
+    ]
+    launcher += ["+hydra.launcher.ray.remote.num_cpus=1"]
+    result = trivial(tmp_path, *launcher, "+cluster.slope=0.1,0.2", "seed=0,1", "+cluster.fail_seed=1", code=1)
+    assert f"cluster.slope=0.2, seed 1: failed: RuntimeError: fail_seed ({tmp_path}/s/3/run.log)" in result.stderr
+    assert "2 of 4 jobs finished" in result.stderr
+    results = [json.loads((tmp_path / f"s/{job}/result.json").read_text()) for job in (0, 2)]
+    assert results[1]["reward_last_5"] == pytest.approx(0.8)
+    nodes = {node["NodeID"] for node in cluster_nodes()}
+    assert {(tmp_path / f"s/{job}/node").read_text() for job in range(4)} == nodes
+
+
+def cluster_nodes() -> list[dict[str, Any]]:
+    import ray
+
+    with ray.init(address="auto", logging_level="ERROR"):
+        return ray.nodes()
 
 
 def test_no_room_is_said(cluster: Any, tmp_path: Path) -> None:

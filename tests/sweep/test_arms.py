@@ -184,7 +184,6 @@ def trivial(cwd: Path, *overrides: str, code: int = 0) -> subprocess.CompletedPr
     [
         ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
         ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"],
-        ["hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"],
     ],
     ids=lambda overrides: overrides[0],
 )
@@ -203,9 +202,10 @@ def test_a_multirun_on_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with slurm.running(tmp_path / "slurm") as environment:
         monkeypatch.setenv("SLURM_CONF", environment["SLURM_CONF"])
         launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=5", "hydra.launcher.cpus_per_task=1"]
-        result = trivial(tmp_path, *launcher, "hydra.launcher.mem_gb=null", "seed=0,1", "+cluster.fail_seed=1", code=1)
-    assert "grpo, seed 1: failed: RuntimeError: fail_seed" in result.stderr
-    assert "1 of 2 jobs finished" in result.stderr
+        jobs = ["reducer=grpo,drgrpo", "seed=0,1", "+cluster.fail_seed=1"]
+        result = trivial(tmp_path, *launcher, "hydra.launcher.mem_gb=null", *jobs, code=1)
+    assert "reducer=grpo, seed 1: failed: RuntimeError: fail_seed" in result.stderr
+    assert "2 of 4 jobs finished" in result.stderr
     assert list((tmp_path / "s/.submitit").glob("*/*_submission.sh"))  # what sbatch was given
 
 
