@@ -206,6 +206,7 @@ def real(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # vLLM imports itself six times
 def test_servers_sample_what_the_engine_in_the_process_does(
     real: VLLMServers, tiny_dir: Path, tiny_end_tokens: tuple[int, ...], tiny_tokenizer: Any
 ) -> None:
@@ -234,6 +235,18 @@ def test_servers_sample_what_the_engine_in_the_process_does(
                     assert ours.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=1e-4)
                     assert ours.policy_version == version
         assert real.metrics() == {"servers": 2, "retries": 0, "moved": 0}
+        # Weights that come while completions are under way: none is lost, each has the version of its first token. What a
+        # server had not begun yet has the new one.
+        prompts[0] = replace(prompts[0], sampling={"max_tokens": 2})
+        coming = real.generate(prompts, range(len(prompts)), Sampling(max_tokens=120))
+        first = next(coming)
+        restore(real, model, 8)
+        late = dict([first, *coming])
+        assert sorted(late) == list(range(len(prompts)))
+        assert first[1].policy_version == 7
+        assert {completion.policy_version for completion in late.values()} <= {7, 8}
+        (after,) = generate(real, prompts[:1], [0], samplings[0])
+        assert after.policy_version == 8
     finally:
         inside.close()
 
@@ -267,6 +280,7 @@ class KillingProxy(FakeServer):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # vLLM imports itself six times
 def test_a_run_goes_on_without_a_killed_server_and_ends_without_any(real: VLLMServers, tmp_path: Path) -> None:
     first, second = real._pool.servers
     run = tmp_path / "run"
