@@ -24,7 +24,7 @@ class Trivial:
     def launch(self, run_dir: Path) -> int:
         run = RunDir(run_dir)
         cfg = run.config()
-        (run_dir / "node").write_text(os.environ.get("RAY_NODE_ID", ""), encoding="utf-8")  # where a launcher put it
+        (run_dir / "started_by").write_text(str(os.getppid()), encoding="utf-8")  # on Ray: the node's own process
         if cfg.seed == self.fail_seed:
             run.set_state("failed", error="RuntimeError: fail_seed")
             return 1

@@ -75,11 +75,14 @@ class ArmsSweeper(Sweeper):
         pending = unfinished(sweep_dir, plan.jobs)
         clear_failures(sweep_dir, pending)
         returns: Sequence[JobReturn] = []
+        errors: dict[str, str] = {}
         status: parent_run.Status = "KILLED"
         try:
             if pending:
                 launched = [job_arguments(sweep_dir, job, plan, self._config.sweep.fail_fast) for job in pending]
                 returns = self._launcher.launch(launched, initial_job_idx=0)
+                ends = zip(pending, returns, strict=True)
+                errors = {job.directory: error for job, done in ends if (error := _error(done))}
             status = "FAILED" if unfinished(sweep_dir, plan.jobs) else "FINISHED"
         finally:
             page, report = write_report(sweep_dir)
@@ -87,7 +90,7 @@ class ArmsSweeper(Sweeper):
             if status == "KILLED":
                 print(*summary(sweep_dir, plan), sep="\n")
         print(*report.sentences, sep="\n")
-        lines = [*summary(sweep_dir, plan), f"report: {page}"]
+        lines = [*summary(sweep_dir, plan, errors), f"report: {page}"]
         if status == "FAILED":
             raise SweepFailedError("\n".join(lines))
         print(*lines, sep="\n")
@@ -144,3 +147,12 @@ def _resume_command() -> str:
     given, _ = parser.parse_known_args(sys.argv[1:])
     kept = [(f"--{name.replace('_', '-')}", value) for name in flags if (value := getattr(given, name)) is not None]
     return shlex.join(["rlpost", *(part for pair in kept for part in pair), "-m", "resume=true"])
+
+
+def _error(done: JobReturn) -> str | None:
+    """The last line of the exception that a job ended with; None if it ended well."""
+    try:
+        done.return_value  # noqa: B018 - raises it
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else 'no reason'}"
+    return None

@@ -88,6 +88,7 @@ def _app(cfg: DictConfig) -> float | None:
 
 
 def _job(cfg: DictConfig) -> float | None:
+    os.chdir(HydraConfig.get().runtime.cwd)  # where the command was given: a launcher's workers may be elsewhere
     output_dir = Path(HydraConfig.get().runtime.output_dir)
     cfg.run_dir = str(output_dir)
     overrides = list(HydraConfig.get().overrides.task)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from hydra.core.config_loader import ConfigLoader
@@ -169,8 +170,9 @@ def job_state(sweep_dir: Path, job: Job) -> JobState:
 
 
 def job_arguments(sweep_dir: Path, job: Job, plan: Plan, fail_fast: bool = False) -> list[str]:
-    """The overrides that start a job, or go on with its run if it has one."""
-    place = [f"hydra.sweep.subdir={job.directory}", *(["sweep.fail_fast=true"] if fail_fast else [])]
+    """The overrides that start a job, or go on with its run if it has one. A launcher may start it anywhere."""
+    place = [f"hydra.sweep.dir={_quoted(str(sweep_dir.absolute()))}", f"hydra.sweep.subdir={job.directory}"]
+    place += ["sweep.fail_fast=true"] if fail_fast else []
     if RunDir(sweep_dir / job.directory).has_run:
         return [*place, "resume=true"]
     tags = {"sweep": plan.name, "arm": job.arm}
@@ -208,12 +210,16 @@ def clear_failures(sweep_dir: Path, jobs: Iterable[Job]) -> None:
             RunDir(sweep_dir / job.directory).set_state("interrupted")
 
 
-def summary(sweep_dir: Path, plan: Plan) -> list[str]:
-    """A line for each job that is not finished, with its reason and its log; then the count, and how to go on."""
+def summary(sweep_dir: Path, plan: Plan, errors: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """A line for each job that is not finished, with its reason and its log; then the count, and how to go on.
+
+    Args: errors: what a launcher says of jobs, by directory; of those that came to no run directory nobody else can.
+    """
     lines = []
     for job in unfinished(sweep_dir, plan.jobs):
         status = RunDir(sweep_dir / job.directory).status()
-        reason = f": {status['error']}" if "error" in status else ""
+        error = status.get("error") if status else errors.get(job.directory)
+        reason = f": {error}" if error else ""
         state = status.get("state", "missing")
         log = f" ({sweep_dir / job.directory / 'run.log'})" if status else ""
         lines.append(f"{job.arm}, seed {job.seed}: {'not started' if not status else state}{reason}{log}")

@@ -12,6 +12,7 @@ import pytest
 from tests.runs import TINY, exact, rlpost, start, wait_for_steps
 from tests.sweep.test_arms import trivial
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
 ON_RAY = ["cluster=ray", "cluster.num_processes=2", "cluster.strategy=STRICT_SPREAD", "rollout=transformers"]
 RANKS = [*TINY, *ON_RAY, "tracking=none", "steps=4", "checkpoint.every=2"]
@@ -20,13 +21,14 @@ RANKS = [*TINY, *ON_RAY, "tracking=none", "steps=4", "checkpoint.every=2"]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     ray_cluster = pytest.importorskip("ray.cluster_utils")
-    cluster = ray_cluster.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(BENCHMARKS))  # what its workers may import
+        cluster = ray_cluster.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
         patch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
-    cluster.shutdown()
+        cluster.shutdown()
 
 
 def test_two_nodes_train_like_two_processes(cluster: Any, tmp_path: Path) -> None:
@@ -58,15 +60,7 @@ def test_a_sweep_is_spread_over_the_nodes(cluster: Any, tmp_path: Path) -> None:
     assert "2 of 4 jobs finished" in result.stderr
     results = [json.loads((tmp_path / f"s/{job}/result.json").read_text()) for job in (0, 2)]
     assert results[1]["reward_last_5"] == pytest.approx(0.8)
-    nodes = {node["NodeID"] for node in cluster_nodes()}
-    assert {(tmp_path / f"s/{job}/node").read_text() for job in range(4)} == nodes
-
-
-def cluster_nodes() -> list[dict[str, Any]]:
-    import ray
-
-    with ray.init(address="auto", logging_level="ERROR"):
-        return ray.nodes()
+    assert len({(tmp_path / f"s/{job}/started_by").read_text() for job in range(4)}) == 2
 
 
 def test_no_room_is_said(cluster: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import mlflow
 import pytest
 
 from rlpost.errors import UserError
-from rlpost.sweep.arms import Job, Plan, any_failed, choices, clear_failures, job_arguments, named_arms
+from rlpost.sweep.arms import Job, Plan, any_failed, choices, clear_failures, job_arguments, named_arms, summary
 from tests import slurm
 from tests.runs import exact, rlpost, rows, start, worker_pids
 from tests.sweep.helpers import make_job, make_plan
@@ -74,6 +74,7 @@ def test_a_jobs_arguments_say_where_it_is_shown_and_quote_its_name(tmp_path: Pat
     (job,) = choices(["optimizer.lr=1e-5", "seed=0"], None, "it's, x=1", 0)
     plan = Plan("n", job.arm, (job,), "", "", tracking={"experiment": "e"}, mlflow_run_id="r")
     assert job_arguments(tmp_path, job, plan, fail_fast=True) == [
+        f"hydra.sweep.dir='{tmp_path}'",
         *("hydra.sweep.subdir=0", "sweep.fail_fast=true", "optimizer.lr=1e-5", "seed=0"),
         r"tracking.run_name='it\'s, x=1, seed 0'",
         *("++tracking.tags.sweep='n'", r"++tracking.tags.arm='it\'s, x=1'"),
@@ -89,6 +90,17 @@ def test_old_failures_do_not_stop_a_resumed_sweep(tmp_path: Path) -> None:
     clear_failures(tmp_path, plan.jobs)
     assert not any_failed(tmp_path)
     assert not any_failed(tmp_path / "grpo")  # no sweep
+
+
+def test_a_job_that_came_to_no_directory_is_explained_by_its_launcher(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, ["grpo", "d64"], [0])
+    make_job(tmp_path, "grpo", 0, [0.1], state="failed", error="its own reason")
+    errors = {"grpo/seed-0": "RunFailedError: not shown", "d64/seed-0": "UserError: no module"}
+    lines = summary(tmp_path, plan, errors)
+    assert lines[:2] == [
+        f"grpo, seed 0: failed: its own reason ({tmp_path}/grpo/seed-0/run.log)",
+        "d64, seed 0: not started: UserError: no module",
+    ]
 
 
 SMOKE = ["--config-dir", str(TOP / "sweeps"), "--config-name", "smoke", "hydra/launcher=basic", "tracking=none"]
