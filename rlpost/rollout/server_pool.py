@@ -129,6 +129,8 @@ class ServerPool:
         self._wait(self._post(server, path, body))
 
     def close(self) -> None:
+        """Calls that are under way end with CancelledError."""
+        self._wait(self._cancel())
         processes = [server.process for server in self.servers if server.process is not None]
         for process in processes:
             process.stop()
@@ -141,6 +143,12 @@ class ServerPool:
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _cancel(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _open(self) -> aiohttp.ClientSession:
         # A completion takes as long as it takes. uvicorn closes idle connections after 5 s: not to be surprised by that.

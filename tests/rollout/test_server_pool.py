@@ -2,8 +2,10 @@
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -133,3 +135,23 @@ def test_a_call_that_is_given_up_leaves_the_pool_usable() -> None:
         next(answers)
         answers.close()
         assert sorted(pool.run(GENERATE, requests, read)) == expected(requests)
+
+
+def test_closing_ends_a_call_that_another_thread_waits_for() -> None:
+    with FakeServer(lambda body: "hang") as fake:
+        pool = ServerPool([Server(fake.url)], concurrency=4, retries=0, health_s=30.0)
+        ended: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                list(pool.run(GENERATE, bodies(3), read))
+            except CancelledError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        while not fake.asked:
+            time.sleep(0.01)
+        pool.close()
+        thread.join()
+        assert len(ended) == 1
