@@ -18,6 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rlpost.data.vision import open_image
+from rlpost.errors import UserError
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.rollout.vllm_request import sampling_params
 from rlpost.rollout.worker_extension import refresh_head
@@ -39,6 +40,9 @@ class VLLMEngine:
         enforce_eager: no graph compilation: quicker to start, slower on GPUs.
         block_size: tokens a cache block holds; prompts share whole blocks only.
         gpu_memory_utilization: share of a GPU's memory for the engine; not used on CPUs.
+        sleep: after sampling its weights go to the host's memory and its cache is given up, so that the update has the GPU.
+
+    Raises: UserError if it is to sleep on a CPU.
     """
 
     def __init__(
@@ -52,8 +56,13 @@ class VLLMEngine:
         enforce_eager: bool = True,
         block_size: int = 32,
         gpu_memory_utilization: float = 0.4,
+        sleep: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
+        if sleep and not torch.cuda.is_available():
+            raise UserError("rollout.engine.sleep=true frees a GPU's memory, and there is none")
+        self._sleeps = sleep
+        self._asleep: set[str] = set()
         self._end_token_ids = list(end_token_ids)
         self._max_model_len = max_model_len
         threads = torch.get_num_threads()
@@ -77,6 +86,7 @@ class VLLMEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
             seed=0,
+            enable_sleep_mode=sleep,
             **settings,
         )
         if torch.get_num_threads() != threads:
@@ -91,6 +101,7 @@ class VLLMEngine:
             return
         check_fits(prompts, sampling, self._max_model_len)
         version = self._version
+        self._wake("weights", "kv_cache")
         # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
         self._llm.reset_prefix_cache()
         requests = [_request(prompt) for prompt in prompts]
@@ -106,8 +117,17 @@ class VLLMEngine:
                             "vLLM continued other tokens than it was given: it expands images differently"
                         )
                     yield place, self._completion(output.outputs[0], version)
+        if self._sleeps:
+            self._llm.sleep(level=1)
+            self._asleep = {"weights", "kv_cache"}
+
+    def _wake(self, *parts: str) -> None:
+        if needed := self._asleep.intersection(parts):
+            self._llm.wake_up(sorted(needed))
+            self._asleep -= needed
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._wake("weights")
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
         self._llm.apply_model(refresh_head)
         self._llm.reset_prefix_cache()
