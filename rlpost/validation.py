@@ -183,7 +183,13 @@ def _check_sizes(cfg: DictConfig) -> None:
             "differ by 1 and more in bf16; set rollout.max_logprob_diff=null"
         )
     num_ranks = _num_ranks(cfg.cluster)
-    share = num_ranks * cfg.algorithm.num_mini_batches
+    for key in ("context_parallel", "replicas"):
+        if num_ranks % cfg.trainer[key]:
+            raise UserError(
+                f"trainer.{key}={cfg.trainer[key]} does not divide the cluster's {num_ranks} processes: start more of them"
+            )
+    num_data_ranks = num_ranks // cfg.trainer.context_parallel
+    share = num_data_ranks * cfg.algorithm.num_mini_batches
     if cfg.prompts_per_step % cfg.algorithm.num_mini_batches:
         raise UserError(
             f"prompts_per_step={cfg.prompts_per_step} does not divide into "
@@ -191,14 +197,10 @@ def _check_sizes(cfg: DictConfig) -> None:
         )
     if cfg.prompts_per_step % share:
         raise UserError(
-            f"prompts_per_step={cfg.prompts_per_step} does not divide over the cluster's {num_ranks} processes x "
+            f"prompts_per_step={cfg.prompts_per_step} does not divide over the cluster's {num_data_ranks} "
+            f"{'processes' if num_data_ranks == num_ranks else 'context groups'} x "
             f"algorithm.num_mini_batches={cfg.algorithm.num_mini_batches}; use a multiple of {share}"
         )
-    for key in ("context_parallel", "replicas"):
-        if num_ranks % cfg.trainer[key]:
-            raise UserError(
-                f"trainer.{key}={cfg.trainer[key]} does not divide the cluster's {num_ranks} processes: start more of them"
-            )
     if cfg.trainer.context_parallel > 1 and cfg.trainer.layout != "shared_prefix":
         raise UserError(
             f"trainer.context_parallel={cfg.trainer.context_parallel} splits rows of trainer.layout=shared_prefix, not "

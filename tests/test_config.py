@@ -149,6 +149,10 @@ def test_a_reward_group_that_is_one_target() -> None:
         ("rollout.staleness=1", "nobody to sample beside the update: VLLMEngine works in the trainer's process"),
         ("rollout.staleness=1 rollout=vllm_server", r"correct for it, with \+algorithm\.corrections\.tis="),
         ("trainer.context_parallel=2", "trainer.context_parallel=2 does not divide the cluster's 1 processes"),
+        (
+            "prompts_per_step=3 cluster=cpu2 cluster.num_processes=4 trainer.context_parallel=2",
+            "does not divide over the cluster's 2 context groups x .* use a multiple of 2$",
+        ),
         ("trainer.replicas=3 cluster=cpu2", "trainer.replicas=3 does not divide the cluster's 2 processes"),
         (
             "trainer.context_parallel=2 trainer.layout=padded cluster=cpu2",

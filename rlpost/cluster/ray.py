@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,24 +97,31 @@ class Ray:
             deadline = float("inf")
             while True:
                 codes = ray.get([rank.code.remote() for rank in ranks])
+                if failed is None and any(codes):
+                    time.sleep(POLL_S)  # the one that caused it may have been asked before it failed
+                    codes = ray.get([rank.code.remote() for rank in ranks])
+                    failed, deadline = _cause(codes), time.monotonic() + GRACE_S
+                    pass_on(signal.SIGTERM, None)
                 if all(code is not None for code in codes):
                     break
-                if failed is None and (bad := [(i, code) for i, code in enumerate(codes) if code]):
-                    failed, deadline = bad[0], time.monotonic() + GRACE_S
-                    pass_on(signal.SIGTERM, None)
                 if time.monotonic() > deadline:  # they wait for the one that failed
                     pass_on(signal.SIGKILL, None)
                 time.sleep(POLL_S)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        number, code = failed or next(((i, code) for i, code in enumerate(codes) if code), (0, 0))
+        number, code = failed or (0, 0)
         if code < 0:
             reason = f"rank {number} was ended by {signal.Signals(-code).name}"
             print(f"rlpost: {reason}", file=sys.stderr)
             run.set_state("failed", error=reason)
             return 1
         return code
+
+
+def _cause(codes: Sequence[int | None]) -> tuple[int, int]:
+    """The rank whose failure the others' followed, and its code: one that was ended by a signal could not say so itself."""
+    return min(((rank, code) for rank, code in enumerate(codes) if code), key=lambda failed: failed[1] > 0)
 
 
 class Rank:

@@ -4,7 +4,9 @@ torchrun --nproc-per-node=N -m tests.trainer.ranks_script OUT
 """
 
 import sys
+from copy import deepcopy
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -23,10 +25,16 @@ from tests.trainer.test_policy import rollouts
 
 # Uneven: with two data ranks one has thrice the other's groups, with four two have none.
 OWNER = {0: 0, 1: 0, 2: 1, 3: 0}
-# (trainer.context_parallel, trainer.replicas) of four ranks
-GRIDS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
-WHOLE = GRIDS[:2]  # with every reducer and loss; the others with some
-SOME = ["reducer drgrpo", "reducer function", "loss gspo", "everything", "adapters"]
+EACH_REDUCER = [f"reducer {name}" for name in REDUCERS]
+EVERY = [*EACH_REDUCER, *(f"loss {name}" for name in LOSSES), "idle", "everything", "adapters"]
+# By (trainer.context_parallel, trainer.replicas) of four ranks.
+CASES = {
+    (1, 1): EVERY,
+    (2, 1): [*EACH_REDUCER, "loss gspo", "everything", "adapters"],
+    (4, 1): ["everything"],
+    (1, 2): ["reducer function", "everything", "adapters"],
+    (2, 2): ["reducer drgrpo", "reducer function", "loss gspo", "everything", "adapters"],
+}
 
 
 def near(policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
@@ -41,6 +49,11 @@ def near(policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
     return moved
 
 
+@lru_cache
+def loaded(directory: Path) -> nn.Module:
+    return trainer_model.load(directory).double()
+
+
 def update(name: str, context: int, replicas: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics and whole gradients of one case."""
     kind, _, which = name.partition(" ")
@@ -49,7 +62,7 @@ def update(name: str, context: int, replicas: int) -> tuple[dict[str, float], di
     mesh = distributed.sharding_mesh(replicas)
 
     def scorer(path: Path, checkpointing: bool = False) -> trainer_model.TokenScorer:
-        language_model = trainer_model.load(path).double()
+        language_model = deepcopy(loaded(path))
         if kind == "adapters":
             torch.manual_seed(0)
             add_adapters(language_model, 4, 8.0, [])
@@ -94,9 +107,8 @@ def place(rollout: Rollout) -> tuple[int, int]:
 
 def main(out: str) -> None:
     distributed.init()
-    every = [*(f"reducer {n}" for n in REDUCERS), *(f"loss {n}" for n in LOSSES), "idle", "everything", "adapters"]
-    grids = GRIDS if distributed.world_size() == 4 else [(1, 1)]
-    updates = {grid: {name: update(name, *grid) for name in (every if grid in WHOLE else SOME)} for grid in grids}
+    cases = CASES if distributed.world_size() == 4 else {(1, 1): EVERY}
+    updates = {grid: {name: update(name, *grid) for name in names} for grid, names in cases.items()}
     distributed.split_context(1)
     mine = [r for r in rollouts() if OWNER[r.prompt.group_id] % distributed.world_size() == distributed.rank()]
     dealt = [distributed.gather_all([place(r) for r in share]) for share in (mine, distributed.balanced(mine))]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.ranks_script import GRIDS, SOME, WHOLE
+from tests.trainer.ranks_script import CASES
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,9 +29,9 @@ def test_ranks_have_one_ranks_gradients_and_metrics_however_they_are_arranged(tm
     alone, together = run(1, tmp_path / "one.pt"), run(4, tmp_path / "four.pt")
     one = alone["updates"][1, 1]
     assert len(one) == 17
-    assert list(together["updates"]) == GRIDS
+    assert list(together["updates"]) == list(CASES)
     for grid, updates in together["updates"].items():
-        assert len(updates) == (len(one) if grid in WHOLE else len(SOME))
+        assert list(updates) == CASES[grid]
         for name, (metrics, gradients) in updates.items():
             expected_metrics, expected = one[name]
             assert metrics == pytest.approx(expected_metrics, rel=1e-10, abs=1e-12), (grid, name)
