@@ -109,6 +109,32 @@ def test_resuming_nothing_is_an_error(work: Path) -> None:
     assert not (work / "runs/none").exists()
 
 
+SILENT = """
+class Silent:
+    \"\"\"A cluster whose workers end before they have said anything.\"\"\"
+
+    def __init__(self, num_processes=1, threads=None, max_restarts=0): ...
+
+    def launch(self, run_dir):
+        return 3
+"""
+
+
+def test_workers_that_never_began_do_not_leave_the_last_runs_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "silent.py").write_text(SILENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    cluster = ["cluster._target_=silent.Silent", "plugins.allow=[silent]", "tracking=none"]
+    rlpost(tmp_path, *TINY, *cluster, "run_dir=run", code=3)
+    file = tmp_path / "run/status.json"
+    file.write_text(json.dumps({"state": "interrupted", "step": 2}))
+    rlpost(tmp_path, "run_dir=run", "resume=true", code=3)
+    status = json.loads(file.read_text())
+    assert (status["state"], status["step"]) == ("failed", 2)
+    assert status["error"] == "the workers ended with exit code 3"
+
+
 def test_it_learns(work: Path) -> None:
     overrides = ["rollout=transformers", "tracking=none", "steps=20", "prompts_per_step=8", "samples_per_prompt=8"]
     rlpost(work, *TINY, *overrides, "run_dir=runs/learns", "reward.format.pattern='[0-4]'")
