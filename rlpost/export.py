@@ -1,7 +1,7 @@
 """rlpost-export: a checkpoint of a run as a plain Hugging Face directory, which transformers and vLLM load.
 
-One process reads the shards of however many ranks; it holds the model once, in float32. The directory is made beside its
-place and renamed, so it is whole or not there.
+One process reads the shards of however many ranks; it holds the model in float32, twice where adapters are merged. The
+directory is made beside its place and renamed, so it is whole or not there.
 """
 
 import argparse

@@ -171,9 +171,8 @@ def test_a_row_that_cannot_be_split_over_ranks_is_refused(
             trainer_model.shard(trainer_model.load(directory), SamplingDistribution(), distributed.sharding_mesh())
 
 
-def test_offloading_needs_a_gpu(tiny_dir: Path, process_group: None) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU to offload")
+def test_offloading_needs_a_gpu(tiny_dir: Path, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.trainer.distributed.device", lambda: torch.device("cpu"))
     with pytest.raises(UserError, match=r"trainer\.cpu_offload=true moves weights off a GPU"):
         trainer_model.shard(
             trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh(), cpu_offload=True
