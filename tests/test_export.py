@@ -15,7 +15,7 @@ from rlpost.errors import UserError
 from rlpost.export import export, main
 from rlpost.tiny import TinyLlama
 from rlpost.trainer.checkpoint import Checkpoints
-from tests.runs import TINY, rlpost, weights
+from tests.runs import LIGHT, rlpost, weights
 from tests.trainer.test_lora import make
 from tests.trainer.test_policy import groups, make_policy, rollouts
 
@@ -39,8 +39,8 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def test_a_run_of_two_ranks_becomes_the_model_it_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["steps=2", "cluster=cpu2", "cluster.threads=1", "rollout=transformers", "tracking=none"]
-    rlpost(tmp_path, *TINY, *settings, "optimizer.lr=0.05", "checkpoint.every=1", "run_dir=run")
+    settings = ["steps=2", "cluster=cpu2", "cluster.threads=1", "tracking=none"]
+    rlpost(tmp_path, *LIGHT, *settings, "optimizer.lr=0.05", "checkpoint.every=1", "run_dir=run")
     out = tmp_path / "exported"
     assert command(monkeypatch, tmp_path / "run", out) == 0
     assert capsys.readouterr().out == f"{out}: {tmp_path}/run/checkpoints/step-000002, float32\n"

@@ -11,7 +11,7 @@ import pytest
 from tests.images import save
 from tests.rewards.judge_server import judge_server
 from tests.rewards.test_model import save_classifier
-from tests.runs import TINY, exact, rlpost, rows
+from tests.runs import LIGHT, TINY, exact, rlpost, rows
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def test_a_model_and_a_judge_score_beside_a_pattern(tmp_path: Path, tiny_dir: Pa
             *("reward=[format,model,judge]", f"reward.model.path={path}", "reward.model.weight=0.1"),
             *("reward.judge.model=m", f"reward.judge.base_url={judge.url}", "steps=2", "run_dir=run"),
         ]
-        rlpost(tmp_path, "experiment=debug", *overrides, *SMALL)
+        rlpost(tmp_path, "experiment=debug", "rollout=transformers", *overrides, *SMALL)
     assert len(judge.asked) >= 16
     for row in rows(tmp_path / "run"):
         parts = [row[f"reward/{name}/mean"] for name in ("format", "model", "judge")]
@@ -77,6 +77,7 @@ def test_failures_are_counted_named_and_survived(tmp_path: Path, monkeypatch: py
         "--config-dir",
         "mine",
         "experiment=debug",
+        "rollout=transformers",
         "reward=fragile",
         "plugins.allow=[fragile]",
         "tracking=none",
@@ -104,7 +105,7 @@ def test_a_mixture_trains_and_evaluates_each_task(tmp_path: Path) -> None:
     held_out = ["task.tasks.small.held_out=4", "task.tasks.large.held_out=4", "evaluation.max_prompts=4"]
     rewards = ["reward=[format,number]", "+reward.number.tasks=[small]"]
     rest = ["steps=2", "checkpoint.at_end=false", "tracking=none", "run_dir=run"]
-    rlpost(tmp_path, *TINY, *tasks, *sizes, *held_out, *rewards, *rest)
+    rlpost(tmp_path, *LIGHT, *tasks, *sizes, *held_out, *rewards, *rest)
     last = rows(tmp_path / "run")[-1]
     assert {"eval/small/accuracy", "eval/large/accuracy"} <= last.keys()
     for step in (1, 2):
@@ -178,10 +179,10 @@ def test_prompts_with_settings_of_their_own_train(tmp_path: Path) -> None:
 @pytest.mark.skipif(not DATA.is_dir(), reason="the shared test data is not at hand")
 def test_gsm8k_with_the_default_model(tmp_path: Path) -> None:
     files = [f"task.path={DATA}/gsm8k/train.jsonl", f"task.held_out_path={DATA}/gsm8k/test.jsonl"]
-    sizes = ["steps=5", "prompts_per_step=2", "samples_per_prompt=2", "rollout.max_tokens=32", "evaluation.every=0"]
+    sizes = ["steps=2", "prompts_per_step=2", "samples_per_prompt=2", "rollout.max_tokens=32", "evaluation.every=0"]
     rlpost(tmp_path, "experiment=gsm8k", *files, *sizes, *SMALL, "tracking=none", "run_dir=run")
     steps = rows(tmp_path / "run")
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert row["reward/math/mean"] in (0, 0.25, 0.5, 0.75, 1)
         assert row["rollout/logprob_diff_max"] < 0.01

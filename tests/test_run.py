@@ -1,6 +1,8 @@
 """Whole runs through the command line: real processes, real engines, the tiny model."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import mlflow
 import pyarrow.parquet as pq
 import pytest
 
-from tests.runs import TINY, assert_equal, exact, rlpost, rows, weights
+from tests.runs import LIGHT, TINY, assert_equal, exact, rlpost, rows, weights
 
 pytestmark = pytest.mark.slow
 
@@ -135,16 +137,22 @@ def test_workers_that_never_began_do_not_leave_the_last_runs_state(
     assert status["error"] == "the workers ended with exit code 3"
 
 
+def test_what_asked_to_be_called_at_the_end_of_a_worker_is() -> None:
+    program = "import atexit; from rlpost.worker import _leave; atexit.register(print, 'called'); print('left'); _leave(3)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "left\ncalled\n")
+
+
 def test_it_learns(work: Path) -> None:
-    overrides = ["rollout=transformers", "tracking=none", "steps=20", "prompts_per_step=8", "samples_per_prompt=8"]
-    rlpost(work, *TINY, *overrides, "run_dir=runs/learns", "reward.format.pattern='[0-4]'")
+    overrides = ["tracking=none", "steps=20", "prompts_per_step=8", "samples_per_prompt=8"]
+    rlpost(work, *LIGHT, *overrides, "run_dir=runs/learns", "reward.format.pattern='[0-4]'")
     rewards = [row["reward/mean"] for row in rows(work / "runs/learns")]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
 
 
 def test_a_multirun_makes_a_run_a_job(work: Path) -> None:
-    overrides = ["rollout=transformers", "tracking=none", "steps=1", "evaluation.at_end=false"]
-    rlpost(work, "-m", *TINY, *overrides, "reducer=drgrpo", "reducer.divisor=100,1000", "hydra.sweep.dir=sweep")
+    overrides = ["tracking=none", "steps=1", "evaluation.at_end=false"]
+    rlpost(work, "-m", *LIGHT, *overrides, "reducer=drgrpo", "reducer.divisor=100,1000", "hydra.sweep.dir=sweep")
     norms = [rows(work / "sweep" / str(job))[0]["policy/grad_norm"] for job in (0, 1)]
     assert norms[0] == pytest.approx(10 * norms[1], rel=1e-5)  # the same rollouts, a tenth of the weight
 
@@ -204,7 +212,7 @@ def test_the_worked_example_of_every_hook(work: Path, monkeypatch: pytest.Monkey
 
 def test_a_file_reducer_trains_like_drgrpo(work: Path) -> None:
     file = Path(__file__).parents[1] / "docs" / "examples" / "miles_reducer.py"
-    common = [*TINY, "rollout=transformers", "tracking=none", "steps=2", "evaluation.at_end=false"]
+    common = [*LIGHT, "tracking=none", "steps=2", "evaluation.at_end=false"]
     path = [f"reducer.path={file}:get_pg_loss_reducer", "plugins.allow=[miles_reducer]"]
     rlpost(work, *common, "reducer=function", *path, "run_dir=runs/file")
     rlpost(work, *common, "reducer=drgrpo", "run_dir=runs/constant")

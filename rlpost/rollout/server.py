@@ -109,7 +109,7 @@ class VLLMServers:
             flags += ["--enforce-eager"] * enforce_eager + ["--trust-remote-code"] * trust_remote_code
             command = [*flags, *(str(part) for pair in arguments.items() for part in pair)]
             logs = [Path(log_dir) / f"rank-{rank}-server-{number}.log" for number in range(num_servers or 1)]
-            servers = [Server("", ServerProcess(command, file, threads)) for file in logs]
+            servers = [Server("", ServerProcess(command, file, threads, enforce_eager)) for file in logs]
         self._pool = ServerPool(servers, max_num_seqs, retries, health_s=health_s)
         try:
             self._connect(time.monotonic() + start_timeout_s)

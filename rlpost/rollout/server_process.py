@@ -30,11 +30,12 @@ class ServerProcess:
         arguments: of the server, less its address.
         log: what it prints is appended to this file.
         threads: CPU threads; None: as many as this process.
+        eager: have torch compile nothing. vLLM compiles a few functions of its sampler whatever its arguments say.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path, threads: int | None) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path, threads: int | None, eager: bool = False) -> None:
         self.log, self.url = log, ""
-        self._arguments, self._threads = list(arguments), threads
+        self._arguments, self._threads, self._eager = list(arguments), threads, eager
         self._process: subprocess.Popen[bytes] | None = None
         self._group: int | None = None  # of processes, until its end
         self._log_start = 0
@@ -49,7 +50,7 @@ class ServerProcess:
             # A session of its own: a Ctrl-C at the terminal is the trainer's, which still needs the server.
             self._process = subprocess.Popen(
                 [*command, "--port", str(port), *self._arguments],
-                env=_environment(os.environ, self._threads),
+                env=_environment(os.environ, self._threads, self._eager),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -103,10 +104,12 @@ def _signal_group(group: int, number: int) -> bool:
     return True
 
 
-def _environment(variables: Mapping[str, str], threads: int | None) -> dict[str, str]:
+def _environment(variables: Mapping[str, str], threads: int | None, eager: bool) -> dict[str, str]:
     own = {k: v for k, v in variables.items() if not _RANK_VARIABLES.fullmatch(k) and k != "GLIBC_TUNABLES"}
     if threads is not None:
         own["OMP_NUM_THREADS"] = str(threads)
+    if eager:
+        own["TORCH_COMPILE_DISABLE"] = "1"
     own |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # new weights need the first
     own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     return own

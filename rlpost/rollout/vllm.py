@@ -62,6 +62,8 @@ class VLLMEngine:
         if sleep and not torch.cuda.is_available():
             raise UserError("rollout.engine.sleep=true frees a GPU's memory, and there is none")
         self._sleeps = sleep
+        # vLLM compiles a few functions of its sampler whatever it is told: at their first call, with a C++ compiler.
+        self._stance = "force_eager" if enforce_eager else "default"
         self._asleep: set[str] = set()
         self._end_token_ids = list(end_token_ids)
         self._max_model_len = max_model_len
@@ -109,7 +111,9 @@ class VLLMEngine:
         first, *_ = map(_number, self._llm.enqueue(requests, params, use_tqdm=False))
         engine = self._llm.llm_engine
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            with torch.compiler.set_stance(self._stance):
+                outputs = engine.step()
+            for output in outputs:
                 if output.finished:
                     place = _number(output.request_id) - first
                     if tuple(output.prompt_token_ids) != prompts[place].token_ids:

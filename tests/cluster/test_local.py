@@ -13,12 +13,9 @@ import pytest
 
 from rlpost.cluster.local import Local
 from rlpost.errors import UserError
-from tests.runs import TINY, exact, rank_pids, rlpost, start, wait_for_steps
+from tests.runs import LIGHT, exact, rank_pids, rlpost, start, wait_for_steps
 
-RANKS = [
-    *TINY,
-    *("cluster=cpu2", "rollout=transformers", "tracking=none", "steps=6", "checkpoint.every=2", "prompts_per_step=6"),
-]
+RANKS = [*LIGHT, "cluster=cpu2", "tracking=none", "steps=6", "checkpoint.every=2", "prompts_per_step=6"]
 
 
 def test_a_gpu_a_process_needs_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

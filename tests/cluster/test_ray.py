@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from rlpost.cluster.ray import _cause
-from tests.runs import TINY, exact, rlpost, start, wait_for_steps
+from tests.runs import LIGHT, exact, rlpost, start, wait_for_steps
 from tests.sweep.test_arms import trivial
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
-ON_RAY = ["cluster=ray", "cluster.num_processes=2", "cluster.strategy=STRICT_SPREAD", "rollout=transformers"]
-RANKS = [*TINY, *ON_RAY, "tracking=none", "steps=4", "checkpoint.every=2"]
+TRAINING = [*LIGHT, "tracking=none", "steps=4", "checkpoint.every=2"]
+RANKS = [*TRAINING, "cluster=ray", "cluster.num_processes=2", "cluster.strategy=STRICT_SPREAD"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Any]:
 
 def test_two_nodes_train_like_two_processes(cluster: Any, tmp_path: Path) -> None:
     rlpost(tmp_path, *RANKS, "run_dir=ray")
-    rlpost(tmp_path, *RANKS[: len(TINY)], "cluster=cpu2", "cluster.threads=1", *RANKS[-3:], ON_RAY[-1], "run_dir=local")
+    rlpost(tmp_path, *TRAINING, "cluster=cpu2", "cluster.threads=1", "run_dir=local")
     assert exact(tmp_path / "ray") == exact(tmp_path / "local")
 
 

@@ -13,9 +13,9 @@ from rlpost.cluster.slurm import Slurm, _exit_code
 from rlpost.errors import UserError
 from rlpost.status import RunStatus
 from tests import slurm
-from tests.runs import TINY, exact, rlpost, start, wait_for_steps
+from tests.runs import LIGHT, exact, rlpost, start, wait_for_steps
 
-JOB = [*TINY, "cluster=slurm", "rollout=transformers", "tracking=none", "steps=6", "checkpoint.every=2"]
+JOB = [*LIGHT, "cluster=slurm", "tracking=none", "steps=6", "checkpoint.every=2"]
 
 
 def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
