@@ -46,8 +46,8 @@ lock: $(READY) ## Resolve requirements.lock anew from pyproject.toml
 train: $(READY) ## Train the default experiment (ARGS="steps=50 reducer=drgrpo")
 	@$(BIN)/rlpost $(ARGS)
 
-test: $(READY) ## Run the whole test suite, in two processes with cores of their own
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(READY) ## Run the whole test suite, in processes with a core each or half of one
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(READY) ## Run the tests that take seconds
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
@@ -69,7 +69,7 @@ format: $(READY) ## Format the code
 	@$(BIN)/ruff check --fix .
 
 ui: $(READY) ## Show outputs/mlflow.db in the MLflow dashboard (PORT=5000)
-	@$(BIN)/mlflow server --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(PORT)
+	@MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(PORT)
 
 sweep: $(READY) ## Run a sweep of sweeps/ (NAME=drgrpo_divisor)
 	@$(BIN)/rlpost --config-dir sweeps --config-name $(NAME) $(ARGS)

@@ -121,9 +121,9 @@ def model_shape() -> Shape:
 
 def make_policy(directory: Path, precision: str = "float32") -> Any:
     """A Policy with the default objective, optimizer and micro-batches."""
+    from rlpost import distributed
     from rlpost.objective.logprobs import SamplingDistribution
     from rlpost.objective.objective import Objective
-    from rlpost.trainer import distributed
     from rlpost.trainer import model as trainer_model
     from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
 

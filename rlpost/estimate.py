@@ -207,7 +207,7 @@ def phases(s: Setting, machine: Machine) -> list[Phase]:
 
 
 def _rollout(s: Setting, machine: Machine) -> list[Phase]:
-    """Of one engine, its tensor-parallel ranks' exchange left out."""
+    """Of one engine. Its ranks sum what they have after each attention and each MLP, and nothing else goes on meanwhile."""
     b, shape, ranks = s.batch, s.shape, s.tensor_parallel
     num = sequences(s)
     groups = num / b.samples
@@ -215,7 +215,7 @@ def _rollout(s: Setting, machine: Machine) -> list[Phase]:
     computed = groups * (b.prompt + (b.samples - 1) * (b.prompt - shared))
     engine = replace(machine, flops=machine.engine_flops, bandwidth=machine.bandwidth * machine.bandwidth_share)
     flops = (shape.products(computed, num) + shape.attention(groups * b.prompt * (b.prompt + 1) / 2)) / ranks
-    prefill = _phase("rollout, prompts", engine, flops=flops)
+    prefill = _summed(_phase("rollout, prompts", engine, flops=flops), s, machine, computed, 1)
     together = concurrent(s, machine) or min(s.max_num_seqs, num)  # as if there was room, where there is none
     steps = math.ceil(num / together) * b.completion
     seen = b.prompt + b.completion / 2
@@ -223,7 +223,17 @@ def _rollout(s: Setting, machine: Machine) -> list[Phase]:
     read = weights + together * seen * kv_token(s)
     flops = (shape.products(together, together) + shape.attention(together * seen)) / ranks
     decode = _phase("rollout, completions", engine, flops=steps * flops, memory_bytes=steps * read)
+    decode = _summed(decode, s, machine, steps * together, steps)
     return [prefill, replace(decode, seconds=decode.seconds + steps * machine.engine_step)]
+
+
+def _summed(phase: Phase, s: Setting, machine: Machine, positions: float, passes: int) -> Phase:
+    """With the sums over an engine's ranks."""
+    sums = 2 * s.shape.layers
+    size = sums * positions * s.shape.hidden * s.engine_width
+    link_s = machine.exchange(size, s.tensor_parallel, passes * sums)
+    link_bytes = 2 * size * (s.tensor_parallel - 1) / s.tensor_parallel
+    return replace(phase, link_bytes=link_bytes, link_s=link_s, seconds=phase.seconds + link_s)
 
 
 def _passes(name: str, s: Setting, machine: Machine, passes: int, backward: bool) -> Phase:

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rlpost import distributed
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.function import TrainingState
 from rlpost.rollout.engine import Engine, Sampling, sample_groups
-from rlpost.trainer import distributed
 from rlpost.types import Prompt, Rollout
 
 

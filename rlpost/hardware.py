@@ -85,6 +85,13 @@ class Machine:
         rate = self.link if replicas * ranks <= self.per_node else self.network
         return 2 * size * (replicas - 1) / replicas / rate + 2 * collectives * (replicas - 1) * self.hop
 
+    def exchange(self, size: float, ranks: int, collectives: int) -> float:
+        """Seconds in which consecutive ranks sum `size` bytes in all, in two hops each time: all to all, and back."""
+        if ranks == 1:
+            return 0.0
+        rate = self.link if ranks <= self.per_node else self.network
+        return 2 * size * (ranks - 1) / ranks / rate + 2 * collectives * self.hop
+
 
 def figured(
     gpu: str, given: Mapping[str, float | None], precision: str, engine: str, gpus: int, per_node: int

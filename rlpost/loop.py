@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import psutil
 import torch
 
+from rlpost import distributed
 from rlpost.data.stream import PromptStream
 from rlpost.evaluate import Correctness, Evaluator
 from rlpost.filters import GroupFilter, RewardProcessor
@@ -20,7 +21,6 @@ from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.function import TrainingState
 from rlpost.rollout.engine import Engine, Sampling, sample_groups
 from rlpost.tracking import Tracker
-from rlpost.trainer import distributed
 from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.policy import Policy
 from rlpost.types import Prompt, Rollout

@@ -36,6 +36,12 @@ def context_of(directory: Path) -> int | None:
     return config.get("text_config", config).get("max_position_embeddings")
 
 
+def attention_heads(directory: Path) -> int | None:
+    """Of each layer of the model in a directory; None where its configuration has another name for them."""
+    config = _config(directory)
+    return config.get("text_config", config).get("num_attention_heads")
+
+
 def takes_images(directory: Path) -> bool:
     """Whether the model in a directory is a vision-language model."""
     return "vision_config" in _config(directory)

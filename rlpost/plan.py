@@ -108,11 +108,16 @@ def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> 
         raise UserError(
             f"prompt.max_tokens + rollout.max_tokens = {longest} is over the model's context of {shape.context}"
         )
-    for name, parts in (("trainer.context_parallel", context), ("trainer.replicas", replicas)):
+    sharing = engine.get("tensor_parallel", 1)
+    for name, parts in (
+        ("trainer.context_parallel", context),
+        ("trainer.replicas", replicas),
+        ("rollout.engine.tensor_parallel", sharing),
+    ):
         if gpus % parts:
             raise UserError(f"{name}={parts} does not divide --gpus {gpus}")
-    if gpus % arguments.tensor_parallel:
-        raise UserError(f"--tensor-parallel {arguments.tensor_parallel} does not divide --gpus {gpus}")
+    if shape.heads % sharing:
+        raise UserError(f"rollout.engine.tensor_parallel={sharing} does not divide the model's {shape.heads} heads")
     lengths = {}
     for name, given, most in (
         ("prompt", arguments.prompt_tokens, cfg.prompt.max_tokens),
@@ -155,7 +160,7 @@ def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> 
         cache=engine.get("kv_cache_bytes"),
         replicas=replicas,
         context_parallel=context,
-        tensor_parallel=arguments.tensor_parallel,
+        tensor_parallel=sharing,
     )
 
 
@@ -218,18 +223,10 @@ def text(title: str, s: Setting, machine: Machine) -> str:
         f"{r['flops_share']:.1%} of the products' peak",
         f"every rank receives {r['rollouts_bytes'] / 1e6:.3g} MB of completions a step; a checkpoint has "
         f"{r['checkpoint_bytes'] / 1e9:.4g} GB; starting takes {r['loading_bytes'] / 1e9:.4g} GB of a node's own memory",
-        _verdict(r["fits"], s.tensor_parallel),
+        "it fits" if r["fits"] else "it does not fit (seconds are as if it did):",
         *(f"  {reason}" for reason in r["why_not"]),
     ]
     return "\n".join(lines)
-
-
-def _verdict(fits: bool, tensor_parallel: int) -> str:
-    if not fits:
-        return "it does not fit (seconds are as if it did):"
-    if tensor_parallel == 1:
-        return "it fits"
-    return f"it would fit with engines over {tensor_parallel} GPUs, which rollout=vllm does not have"
 
 
 def _item(item: Item) -> str:
@@ -260,7 +257,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt-tokens", type=int, help="mean length; default: the longest allowed")
     made.add_argument("--completion-tokens", type=int, help="mean length; default: the longest allowed")
     made.add_argument("--idle-groups", type=float, default=0.0, help="share of groups without an advantage")
-    made.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share an engine")
     made.add_argument("--json", action="store_true")
     for name, (_, words) in OPTIONS.items():
         made.add_argument(f"--{name}", type=float, help=words)
@@ -273,7 +269,7 @@ def planned(command: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     Raises: UserError.
     """
     arguments = parser().parse_intermixed_args(command)
-    for name in ("gpus", "per_node", "tensor_parallel"):
+    for name in ("gpus", "per_node"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected at least 1")
     cfg = composed(arguments.overrides, arguments.gpus, arguments.model)

@@ -130,6 +130,8 @@ def _check_ranges(cfg: DictConfig) -> None:
         ),
         *("evaluation.num_samples", "evaluation.max_prompts", "scoring.processes"),
     ]
+    if "tensor_parallel" in cfg.rollout.engine:
+        at_least_one.append("rollout.engine.tensor_parallel")
     for key in at_least_one:
         _require(cfg, key, lambda v: v >= 1, "a whole number, at least 1")
     not_negative = [
@@ -188,6 +190,10 @@ def _check_sizes(cfg: DictConfig) -> None:
             raise UserError(
                 f"trainer.{key}={cfg.trainer[key]} does not divide the cluster's {num_ranks} processes: start more of them"
             )
+    if num_ranks % (sharing := cfg.rollout.engine.get("tensor_parallel", 1)):
+        raise UserError(
+            f"rollout.engine.tensor_parallel={sharing} does not divide the cluster's {num_ranks} processes: start more of them"
+        )
     num_data_ranks = num_ranks // cfg.trainer.context_parallel
     share = num_data_ranks * cfg.algorithm.num_mini_batches
     if cfg.prompts_per_step % cfg.algorithm.num_mini_batches:

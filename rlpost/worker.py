@@ -23,7 +23,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
-from rlpost import provenance
+from rlpost import distributed, provenance
 from rlpost.config import build, flat, reward_nodes
 from rlpost.data.mixture import named
 from rlpost.data.prompts import PromptFormat
@@ -43,7 +43,6 @@ from rlpost.rollout.engine import Sampling, with_own_settings
 from rlpost.rollout.episodes import Episodes, ReplyFormat
 from rlpost.rundir import RunDir
 from rlpost.tracking import MlflowSink, Tracker
-from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.lora import WithoutAdapters, add_adapters

@@ -20,7 +20,7 @@ TINY = ["experiment=debug", "reward.format.pattern='[0-9]'"]
 # vLLM is most of a tiny run's start: where the engine is not what a test is about, it has the other one.
 LIGHT = [*TINY, "rollout=transformers"]
 # Steps long enough to be killed in, with a checkpoint that is not the newest step.
-KILLED = [*TINY, "steps=7", "checkpoint.every=2", "rollout.max_tokens=60", "prompts_per_step=8", "evaluation.every=3"]
+KILLED = [*LIGHT, "steps=7", "checkpoint.every=2", "rollout.max_tokens=60", "prompts_per_step=8", "evaluation.every=3"]
 
 
 def start(cwd: Path, *overrides: str) -> subprocess.Popen[str]:

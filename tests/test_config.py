@@ -155,6 +155,11 @@ def test_a_reward_group_that_is_one_target() -> None:
         ),
         ("trainer.replicas=3 cluster=cpu2", "trainer.replicas=3 does not divide the cluster's 2 processes"),
         (
+            "rollout.engine.tensor_parallel=2",
+            "rollout.engine.tensor_parallel=2 does not divide the cluster's 1 processes",
+        ),
+        ("rollout.engine.tensor_parallel=0", "rollout.engine.tensor_parallel=0: expected a whole number, at least 1"),
+        (
             "trainer.context_parallel=2 trainer.layout=padded cluster=cpu2",
             "splits rows of trainer.layout=shared_prefix, not of padded",
         ),

@@ -80,7 +80,9 @@ def test_a_run_on_a_gpu(tmp_path: Path, settings: list[str]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("setting", ["trainer.context_parallel=2", "trainer.replicas=2"])
+@pytest.mark.parametrize(
+    "setting", ["trainer.context_parallel=2", "trainer.replicas=2", "rollout.engine.tensor_parallel=2"]
+)
 def test_two_gpus_train_like_one(tmp_path: Path, setting: str) -> None:
     common = [*TINY, "+model.num_heads=4", "+model.num_kv_heads=2", "tracking=none"]
     rlpost(tmp_path, *common, "cluster=gpu", "run_dir=one")

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from benchmarks.common import synthetic
-from rlpost import estimate, plan
+from rlpost import distributed, estimate, plan
 from rlpost.costs import CHUNK_ENTRIES, KEPT_ENTRIES, MODELS, Batch, Shape
 from rlpost.data.packing import attention_mask, pack
 from rlpost.errors import UserError
@@ -23,7 +23,6 @@ from rlpost.estimate import Setting
 from rlpost.hardware import Machine
 from rlpost.objective import logprobs
 from rlpost.objective.logprobs import SamplingDistribution
-from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import make_optimizer
 
@@ -229,6 +228,9 @@ def test_collectives_by_hand() -> None:
     assert replace(MACHINE, hop=0.1).gather(4e5, 8, collectives=2) == pytest.approx(5 + 2 * 7 * 0.1)
     assert MACHINE.sum_replicas(1e4, 2, 4) == pytest.approx(1)
     assert MACHINE.sum_replicas(1e4, 2, 2) == pytest.approx(0.1)  # both on one node
+    assert MACHINE.exchange(1e4, 1, 5) == 0
+    assert MACHINE.exchange(1e4, 2, 5) == pytest.approx(0.1)
+    assert replace(MACHINE, hop=0.1).exchange(1e4, 8, 5) == pytest.approx(1.75 + 2 * 5 * 0.1)  # over the network
 
 
 def test_phases_by_hand() -> None:
@@ -262,6 +264,11 @@ def test_phases_by_hand() -> None:
     # Two replicas of four: all but the sums stays on the node.
     hybrid = {phase.name: phase for phase in estimate.phases(replace(SETTING, replicas=2), MACHINE)}
     assert hybrid["update, forward and backward"].link_bytes == (gathered + reduced) * 3 / 4 + reduced / 4
+    # Twice in each of two blocks the two ranks of an engine sum four sequences' 8 entries of two bytes, in each of 20 steps.
+    halves = {phase.name: phase for phase in estimate.phases(replace(SETTING, tensor_parallel=2), MACHINE)}
+    both = halves["rollout, completions"]
+    assert both.link_bytes == 20 * 4 * (4 * 8 * 2)
+    assert both.seconds == pytest.approx(both.memory_bytes / 5e5 + both.link_bytes / 1e5 + 20 * 0.01)
     # Queries, keys, values and outputs of 24 entries a block for half of the positions, half of it sent, twice.
     split = {phase.name: phase for phase in estimate.phases(replace(SETTING, context_parallel=2), MACHINE)}
     assert split["update, forward and backward"].link_bytes - update.link_bytes == 2 * 2 * 2 * 24 * 30 / 2
@@ -357,12 +364,16 @@ def test_the_command() -> None:
     assert wrong.stderr == "rlpost-plan: stepz: there is no such setting; did you mean 'steps'?\n"
 
 
-def test_an_engine_over_several_gpus_is_a_what_if() -> None:
-    shared = ["--tensor-parallel", "4", "trainer.micro_batch_tokens=512"]
-    _, setting, machine = plan.planned(["--gpus", "8", *GPU, "--model", "qwen2.5-7b", *shared])
-    shown = plan.text("", setting, machine)
-    assert shown.endswith("\nit would fit with engines over 4 GPUs, which rollout=vllm does not have"), shown
-    assert plan.text("", replace(setting, tensor_parallel=1), machine).endswith("\nit fits")
+def test_an_engine_over_several_gpus() -> None:
+    shared = ["rollout.engine.tensor_parallel=4", "trainer.micro_batch_tokens=512"]
+    command = ["--gpus", "8", *GPU, "--model", "qwen2.5-7b"]
+    _, setting, machine = plan.planned([*command, *shared])
+    assert setting.tensor_parallel == 4
+    assert plan.text("", setting, machine).endswith("\nit fits")
+    with pytest.raises(UserError, match=r"tensor_parallel=8 does not divide the model's 28 heads"):
+        plan.planned([*command, "rollout.engine.tensor_parallel=8"])
+    with pytest.raises(UserError, match=r"rollout.engine.tensor_parallel=3 does not divide the cluster's 8 processes"):
+        plan.planned([*command, "rollout.engine.tensor_parallel=3"])
 
 
 def test_the_command_loads_no_heavy_module() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.runs import (
     KILLED,
+    TINY,
     assert_equal,
     exact,
     kill_in_a_step,
@@ -31,7 +32,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(work: Path) -> Path:
-    rlpost(work, *KILLED, "run_dir=runs/whole")
+    rlpost(work, *KILLED, "tracking=none", "run_dir=runs/whole")
     return work / "runs/whole"
 
 
@@ -53,7 +54,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted: Path
 
 def test_killed_workers_are_failed(work: Path) -> None:
     run = work / "runs/worker-killed"
-    process = start(work, *KILLED, "rollout=transformers", f"run_dir={run}")
+    process = start(work, *KILLED, f"run_dir={run}")
     wait_for_steps(run, 1, process)
     for pid in worker_pids(process.pid):
         os.kill(pid, signal.SIGKILL)
@@ -67,9 +68,9 @@ def test_killed_workers_are_failed(work: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_checkpoints_and_exits_130(number: signal.Signals, work: Path) -> None:
+def test_a_signal_checkpoints_and_exits_130(number: signal.Signals, uninterrupted: Path, work: Path) -> None:
     run = work / f"runs/{number.name}"
-    process = start(work, *KILLED, "rollout=transformers", f"run_dir={run}")
+    process = start(work, *KILLED, f"run_dir={run}")
     wait_for_steps(run, 1, process)
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
@@ -82,14 +83,16 @@ def test_a_signal_checkpoints_and_exits_130(number: signal.Signals, work: Path) 
     assert client.get_run(status["mlflow_run_id"]).info.status == "KILLED"
     if number == signal.SIGTERM:
         rlpost(work, f"run_dir={run}", "resume=true")
-        rlpost(work, *KILLED, "rollout=transformers", "tracking=none", "run_dir=runs/not-signalled")
-        assert exact(run) == exact(work / "runs/not-signalled")
+        assert exact(run) == exact(uninterrupted)
         assert client.get_run(status["mlflow_run_id"]).info.status == "FINISHED"
 
 
-def test_two_ranks_train_like_one(uninterrupted: Path, work: Path) -> None:
-    rlpost(work, *KILLED, "run_dir=runs/two", "cluster=cpu2", "tracking=none", "cluster.threads=1")
-    for two, one in zip(exact(work / "runs/two"), exact(uninterrupted), strict=True):
+def test_two_ranks_with_an_engine_each_train_like_one(work: Path) -> None:
+    sizes = ["steps=3", "prompts_per_step=8", "rollout.max_tokens=60", "evaluation.every=2", "checkpoint.every=0"]
+    common = [*TINY, *sizes, "checkpoint.at_end=false", "rollout.engine.kv_cache_bytes=67108864", "tracking=none"]
+    rlpost(work, *common, "run_dir=runs/one")
+    rlpost(work, *common, "cluster=cpu2", "cluster.threads=1", "run_dir=runs/two")
+    for two, one in zip(exact(work / "runs/two"), exact(work / "runs/one"), strict=True):
         assert {k for k, v in two.items() if v is None} == {k for k, v in one.items() if v is None}
         known = [{k: v for k, v in row.items() if v is not None} for row in (two, one)]
         assert known[0] == pytest.approx(known[1], rel=1e-3, abs=1e-4)

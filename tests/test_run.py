@@ -138,7 +138,9 @@ def test_workers_that_never_began_do_not_leave_the_last_runs_state(
 
 
 def test_what_asked_to_be_called_at_the_end_of_a_worker_is() -> None:
-    program = "import atexit; from rlpost.worker import _leave; atexit.register(print, 'called'); print('left'); _leave(3)"
+    program = (
+        "import atexit; from rlpost.worker import _leave; atexit.register(print, 'called'); print('left'); _leave(3)"
+    )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (3, "left\ncalled\n")
 

@@ -110,6 +110,9 @@ class Engine(Protocol):
 
         A completion depends on its prompt, its seed, the sampling and the weights, and on the other requests
         of the call only through rounding; never on earlier calls.
+
+        Ranks may share an engine, so each calls it as often as the others, with no prompts where it has none, and takes
+        all completions.
         """
         ...
 

@@ -112,7 +112,7 @@ class Episodes:
             place: _Running(self._environment.reset(prompt.example, seed))
             for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         }
-        while running:
+        for _ in range(self._max_turns):  # on every rank, whether or not it still has an episode
             places = list(running)
             continued = [self._continued(prompts[p], running[p], limits[p]) for p in places]
             turn_seeds = [_turn_seed(seeds[p], running[p].turns) for p in places]

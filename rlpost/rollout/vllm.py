@@ -1,4 +1,4 @@
-"""vLLM inside the trainer's process: no server, no second copy of the run's environment."""
+"""vLLM inside the trainer's processes: no server, no second copy of the run's environment."""
 
 import logging
 import os
@@ -17,8 +17,10 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from rlpost import distributed
 from rlpost.data.vision import open_image
 from rlpost.errors import UserError
+from rlpost.models import attention_heads
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.rollout.vllm_request import sampling_params
 from rlpost.rollout.worker_extension import refresh_head
@@ -41,8 +43,10 @@ class VLLMEngine:
         block_size: tokens a cache block holds; prompts share whole blocks only.
         gpu_memory_utilization: share of a GPU's memory for the engine; not used on CPUs.
         sleep: after sampling its weights go to the host's memory and its cache is given up, so that the update has the GPU.
+        tensor_parallel: consecutive ranks that share one engine: each holds a part of its weights and of its cache, and they
+            sample all of their prompts together.
 
-    Raises: UserError if it is to sleep on a CPU.
+    Raises: UserError if it is to sleep on a CPU, or if the model's attention heads do not divide over the ranks.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class VLLMEngine:
         block_size: int = 32,
         gpu_memory_utilization: float = 0.4,
         sleep: bool = False,
+        tensor_parallel: int = 1,
         trust_remote_code: bool = False,
     ) -> None:
         if sleep and not torch.cuda.is_available():
@@ -65,6 +70,11 @@ class VLLMEngine:
         # vLLM compiles a few functions of its sampler whatever it is told: at their first call, with a C++ compiler.
         self._stance = "force_eager" if enforce_eager else "default"
         self._asleep: set[str] = set()
+        if (heads := attention_heads(directory) or 0) % tensor_parallel:
+            raise UserError(
+                f"rollout.engine.tensor_parallel={tensor_parallel} does not divide the model's {heads} heads"
+            )
+        self._ranks = distributed.RankGroup(tensor_parallel)
         self._end_token_ids = list(end_token_ids)
         self._max_model_len = max_model_len
         threads = torch.get_num_threads()
@@ -81,7 +91,8 @@ class VLLMEngine:
             block_size=block_size,
             enforce_eager=enforce_eager,
             trust_remote_code=trust_remote_code,
-            distributed_executor_backend="uni",
+            tensor_parallel_size=tensor_parallel,
+            **_placement(tensor_parallel),
             enable_prefix_caching=True,
             generation_config="vllm",  # the model's own sampling defaults stay out
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
@@ -99,6 +110,10 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, Completion]]:
+        shares = self._ranks.gather(list(zip(prompts, seeds, strict=True)))
+        first_own, num_own = sum(map(len, shares[: self._ranks.index])), len(prompts)
+        asked = [pair for share in shares for pair in share]
+        prompts, seeds = [prompt for prompt, _ in asked], [seed for _, seed in asked]
         if not prompts:
             return
         check_fits(prompts, sampling, self._max_model_len)
@@ -120,7 +135,8 @@ class VLLMEngine:
                         raise RuntimeError(
                             "vLLM continued other tokens than it was given: it expands images differently"
                         )
-                    yield place, self._completion(output.outputs[0], version)
+                    if 0 <= place - first_own < num_own:
+                        yield place - first_own, self._completion(output.outputs[0], version)
         if self._sleeps:
             self._llm.sleep(level=1)
             self._asleep = {"weights", "kv_cache"}
@@ -156,6 +172,18 @@ class VLLMEngine:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         reason: FinishReason = "length" if output.finish_reason == "length" else "stop"
         return Completion(token_ids, logprobs, text, reason, policy_version=version)
+
+
+def _placement(tensor_parallel: int) -> dict[str, Any]:
+    """How an engine finds the ranks it shares, and on GPUs its own: as torchrun's variables say."""
+    if "RANK" not in os.environ:
+        return {"distributed_executor_backend": "uni"}
+    settings: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
+    if torch.cuda.is_available():
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # Ray shows a rank its own GPU alone
+    elif tensor_parallel > 1:
+        settings["worker_cls"] = "rlpost.rollout.cpu_worker.SharingWorker"
+    return settings
 
 
 def _request(prompt: Prompt) -> dict[str, Any]:

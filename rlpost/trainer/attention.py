@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from rlpost.trainer import distributed
+from rlpost import distributed
 from rlpost.types import PackedBatch, PackedGroup
 
 PACKED = "rlpost_packed"

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from rlpost.trainer import distributed
+from rlpost import distributed
 from rlpost.trainer.policy import Policy
 
 log = logging.getLogger(__name__)

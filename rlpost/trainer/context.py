@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlpost.trainer import distributed
+from rlpost import distributed
 from rlpost.types import PackedBatch, PackedGroup
 
 

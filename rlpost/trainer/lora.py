@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from rlpost import distributed
 from rlpost.errors import UserError
-from rlpost.trainer import distributed
 from rlpost.types import PackedBatch
 
 if TYPE_CHECKING:

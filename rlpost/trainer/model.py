@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from rlpost import distributed
 from rlpost.data.packing import Layout
 from rlpost.data.vision import Vision
 from rlpost.errors import UserError
 from rlpost.models import load_model
 from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
-from rlpost.trainer import distributed
 from rlpost.trainer.attention import FLEX, PACKED, block_mask, plan
 from rlpost.trainer.context import share
 from rlpost.trainer.linear import use_onednn

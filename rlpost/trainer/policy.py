@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpost import distributed
 from rlpost.data.packing import empty_batch, pack, step_totals
 from rlpost.objective.objective import Objective
-from rlpost.trainer import distributed
 from rlpost.trainer.lora import WithoutAdapters, merged
 from rlpost.trainer.model import TokenScorer
 from rlpost.types import PackedBatch, Rollout

@@ -50,12 +50,14 @@ class Scripted:
     def __init__(self, tokenizer: Any, *turns: str) -> None:
         self._tokenizer, self._turns = tokenizer, list(turns)
         self.asked: list[tuple[int, ...]] = []
+        self.calls: list[int] = []  # with so many prompts
         self.limits: list[int] = []
         self.stops: list[tuple[str, ...]] = []
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, Completion]]:
+        self.calls.append(len(prompts))
         for place, prompt in enumerate(prompts):
             own = sampling.of(prompt)
             self.asked.append(prompt.token_ids)
@@ -163,6 +165,14 @@ def test_turns_and_tokens_are_bounded(prompt: Prompt, reply_format: ReplyFormat,
 
     completion = play(Scripted(tiny_tokenizer, f"abcdefgh{END}"), talk, reply_format, prompt, max_tokens=4)
     assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
+
+
+def test_an_engine_is_asked_equally_often_however_soon_episodes_end(
+    prompt: Prompt, reply_format: ReplyFormat, tiny_tokenizer: Any
+) -> None:
+    engine = Scripted(tiny_tokenizer, *[f"a{END}"] * 2)
+    play(engine, Says("b"), reply_format, prompt, max_turns=4)
+    assert engine.calls == [1, 1, 0, 0]  # other ranks may share it
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tiny_tokenizer: Any, tiny_end_tokens: Any) -> None:

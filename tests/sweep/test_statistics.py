@@ -131,7 +131,7 @@ def test_intervals_cover_and_false_alarms_are_rare(n: int, difference: float) ->
     differences = synthetic(n, difference, 20_000)
     result = stats.ttest_1samp(differences, 0, axis=1)
     interval = result.confidence_interval(0.95)
-    for row in range(5):
+    for row in range(2):
         (c,) = compare({"base": dict.fromkeys(range(n), 0.0), "arm": dict(enumerate(differences[row]))}, "base")
         assert (c.difference.low, c.difference.high) == pytest.approx((interval.low[row], interval.high[row]))
         assert c.is_distinguishable == (result.pvalue[row] < 0.05)

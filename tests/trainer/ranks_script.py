@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rlpost import distributed
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
 from rlpost.tiny import TinyLlama
-from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.lora import WithoutAdapters, add_adapters
 from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
@@ -112,8 +112,10 @@ def main(out: str) -> None:
     distributed.split_context(1)
     mine = [r for r in rollouts() if OWNER[r.prompt.group_id] % distributed.world_size() == distributed.rank()]
     dealt = [distributed.gather_all([place(r) for r in share]) for share in (mine, distributed.balanced(mine))]
+    neighbours = distributed.RankGroup(2 if distributed.world_size() == 4 else 1)
+    sharing = distributed.gather_all((neighbours.index, neighbours.gather(distributed.rank())))
     if distributed.is_main():
-        torch.save({"updates": updates, "dealt": dealt}, Path(out))
+        torch.save({"updates": updates, "dealt": dealt, "sharing": sharing}, Path(out))
     distributed.shutdown()
 
 

@@ -166,13 +166,13 @@ def test_a_row_that_cannot_be_split_over_ranks_is_refused(
         (tmp_path, 2, "MistralForCausalLM has trainer.layout=padded, whose rows are not split"),
         (tiny_dir, 3, "trainer.context_parallel=3 has to divide the model's 2 attention heads"),
     ):
-        monkeypatch.setattr("rlpost.trainer.distributed.context_size", lambda size=size: size)
+        monkeypatch.setattr("rlpost.distributed.context_size", lambda size=size: size)
         with pytest.raises(UserError, match=reason):
             trainer_model.shard(trainer_model.load(directory), SamplingDistribution(), distributed.sharding_mesh())
 
 
 def test_offloading_needs_a_gpu(tiny_dir: Path, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.trainer.distributed.device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("rlpost.distributed.device", lambda: torch.device("cpu"))
     with pytest.raises(UserError, match=r"trainer\.cpu_offload=true moves weights off a GPU"):
         trainer_model.shard(
             trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh(), cpu_offload=True

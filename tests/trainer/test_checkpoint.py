@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlpost import distributed
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
-from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.policy import Policy

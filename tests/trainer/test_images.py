@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from rlpost import distributed
 from rlpost.data.packing import pack
 from rlpost.data.vision import Vision
 from rlpost.objective.logprobs import SamplingDistribution
-from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.types import Completion, Example, Prompt, Rollout
 from tests.images import NONE, ONE, TWO, example, png, prompts_of

@@ -7,10 +7,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.functional import linear
 
+from rlpost import distributed
 from rlpost.errors import UserError
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
-from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.lora import WithoutAdapters, add_adapters

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlpost import distributed
 from rlpost.data.packing import pack
 from rlpost.errors import UserError
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
-from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.types import StepTotals
 from tests.objective.test_objective import CORRECTIONS, LOSSES, REDUCERS

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlpost import distributed
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.losses import ClippedLoss
 from rlpost.objective.objective import Objective
 from rlpost.objective.reducers import ConstantDivisor, Reducer, SequenceMean, TokenMean
-from rlpost.trainer import distributed
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import (
     EngineMismatchError,

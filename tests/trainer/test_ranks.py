@@ -54,3 +54,5 @@ def test_ranks_have_one_ranks_gradients_and_metrics_however_they_are_arranged(tm
     assert sorted(place for share in after for place in share) == sorted(place for share in before for place in share)
     assert all(len({group for group, _ in share}) == 1 for share in after)
     assert sorted(alone["dealt"][1][0]) == sorted(alone["dealt"][0][0])
+    assert together["sharing"] == [(0, [0, 1]), (1, [0, 1]), (0, [2, 3]), (1, [2, 3])]
+    assert alone["sharing"] == [(0, [0])]

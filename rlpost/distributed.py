@@ -112,6 +112,22 @@ def sharding_mesh(replicas: int = 1) -> DeviceMesh:
     return init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
 
 
+class RankGroup:
+    """`size` consecutive ranks, this one among them; every rank of the run makes its group at the same time.
+
+    Attributes:
+        index: this rank's place in it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.index = rank() % size if size > 1 else 0
+        self._group = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
+
+    def gather(self, item: T) -> list[T]:
+        """Each rank's object, in order, on each of them."""
+        return [item] if self._group is None else _gather(item, self._group)
+
+
 @lru_cache(maxsize=1)
 def side_group() -> dist.ProcessGroup:
     """A second gloo group of all ranks, for threads beside the trainer."""
