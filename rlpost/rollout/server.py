@@ -18,7 +18,7 @@ from rlpost.models import load_tokenizer
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.rollout.server_pool import Server, ServerPool, TransientError
 from rlpost.rollout.server_process import ServerProcess
-from rlpost.rollout.vllm_request import sampling_params
+from rlpost.rollout.vllm_request import check_expanded, prompt_fields, sampling_params
 from rlpost.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _MAX_STARTS = 3
 
 
 class VLLMServers:
-    """One or more vLLM servers as one engine. Prompts are texts: images are refused.
+    """One or more vLLM servers as one engine.
 
     Args:
         directory: the model, in Hugging Face format.
@@ -123,18 +123,19 @@ class VLLMServers:
         if not prompts:
             return
         check_fits(prompts, sampling, self._max_model_len)
-        if any(prompt.images for prompt in prompts):
-            raise UserError("rollout=vllm_server does not send images; use rollout=vllm or transformers")
         # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
         self._pool.each([("/reset_prefix_cache", {})])
         requests = [
             {
-                "token_ids": prompt.token_ids,
+                **prompt_fields(prompt),
                 "sampling_params": sampling_params(sampling.of(prompt), seed, self._end_token_ids),
             }
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        yield from self._pool.run(_GENERATE, requests, self._completion)
+        for place, (completion, continued) in self._pool.run(_GENERATE, requests, self._read):
+            if prompts[place].images:
+                check_expanded(prompts[place], continued)
+            yield place, completion
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         weights = {name: weight.detach().cpu().contiguous() for name, weight in named_weights}
@@ -171,7 +172,8 @@ class VLLMServers:
             ("/resume", {}),
         ]
 
-    def _completion(self, answer: Any) -> Completion:
+    def _read(self, answer: Any) -> tuple[Completion, Sequence[int]]:
+        """Returns: the completion, and the prompt's ids where they were asked for."""
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             raise TransientError(f"the request ended with {choice['finish_reason']!r}")
@@ -181,13 +183,14 @@ class VLLMServers:
                 f"a rollout server sampled with weights that this run did not send it ({strange[0]}): it was started again, "
                 "or another run uses it"
             )
-        return Completion(
+        completion = Completion(
             token_ids=tuple(choice["token_ids"]),
             rollout_logprobs=tuple(token["logprob"] for token in choice["logprobs"]["content"]),
             text=self._tokenizer.decode(choice["token_ids"], skip_special_tokens=True),
             finish_reason=choice["finish_reason"],
             policy_version=min(int(version) for _, _, version in labels),
         )
+        return completion, answer.get("prompt_token_ids") or ()
 
     def _connect(self, deadline: float) -> None:
         """Wait for servers that are started here, and have all of them use the initial weights."""

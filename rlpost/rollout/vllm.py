@@ -22,7 +22,7 @@ from rlpost.data.vision import open_image
 from rlpost.errors import UserError
 from rlpost.models import attention_heads
 from rlpost.rollout.engine import Sampling, check_fits
-from rlpost.rollout.vllm_request import sampling_params
+from rlpost.rollout.vllm_request import check_expanded, sampling_params
 from rlpost.rollout.worker_extension import refresh_head
 from rlpost.types import Completion, FinishReason, Prompt
 
@@ -131,10 +131,7 @@ class VLLMEngine:
             for output in outputs:
                 if output.finished:
                     place = _number(output.request_id) - first
-                    if tuple(output.prompt_token_ids) != prompts[place].token_ids:
-                        raise RuntimeError(
-                            "vLLM continued other tokens than it was given: it expands images differently"
-                        )
+                    check_expanded(prompts[place], output.prompt_token_ids)
                     if 0 <= place - first_own < num_own:
                         yield place - first_own, self._completion(output.outputs[0], version)
         if self._sleeps:

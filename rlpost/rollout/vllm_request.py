@@ -1,9 +1,14 @@
 """What vLLM is asked for, in the trainer's process and over HTTP alike."""
 
+import base64
+import io
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+from rlpost.data.vision import open_image
 from rlpost.rollout.engine import Sampling
+from rlpost.types import Prompt
 
 
 def sampling_params(sampling: Sampling, seed: int, end_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -25,3 +30,28 @@ def sampling_params(sampling: Sampling, seed: int, end_token_ids: Sequence[int])
         "logprobs": 0,  # the sampled token's own
         "detokenize": bool(sampling.stop),  # stop strings are looked for in the text
     }
+
+
+def prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    """Of a request to a server, whose answer has the prompt's ids too where it has images: those it was continued from."""
+    if not prompt.images:
+        return {"token_ids": prompt.token_ids}
+    parts = [{"type": "image_url", "url": _data_url(source)} for source in prompt.images]
+    return {"token_ids": prompt.unexpanded_ids, "content_parts": parts, "return_token_ids": True}
+
+
+def check_expanded(prompt: Prompt, token_ids: Sequence[int]) -> None:
+    """Args: token_ids: what vLLM continued.
+
+    Raises: RuntimeError if they are not what the trainer conditions on.
+    """
+    if tuple(token_ids) != prompt.token_ids:
+        raise RuntimeError("vLLM continued other tokens than it was given: it expands images differently")
+
+
+@lru_cache(maxsize=64)  # a prompt is asked for many times in a row
+def _data_url(source: str | bytes) -> str:
+    """The image as the trainer sees it: a server would read a file with another mode or rotation differently."""
+    content = io.BytesIO()
+    open_image(source).save(content, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()

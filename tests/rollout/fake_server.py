@@ -24,12 +24,15 @@ def token_ids(body: dict[str, Any]) -> list[int]:
 class FakeServer:
     """Log-probabilities are minus the weight `w` that was loaded last, 0 before.
 
-    Attributes: asked: every request but health checks: its path and its body.
+    Attributes:
+        asked: every request but health checks: its path and its body.
+        expanded: a prompt's ids with its images', for who asks for them.
     """
 
     def __init__(self, behave: Behave = lambda body: "answer", dev_mode: bool = True) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.frozen = False
+        self.expanded: list[int] = []
         self._behave, self._dev_mode = behave, dev_mode
         self._label, self._weight = "default", 0.0
 
@@ -95,7 +98,8 @@ class FakeServer:
             "finish_reason": "abort" if how == "abort" else "length",
             "weight_versions": [{"version": self._label, "start": 0, "end": len(ids)}],
         }
-        return web.json_response({"choices": [choice]})
+        prompt = {"prompt_token_ids": self.expanded} if body.get("return_token_ids") else {}
+        return web.json_response({"choices": [choice], **prompt})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Both engines on prompts with images, against the model itself."""
+"""Engines on prompts with images, against the model itself."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ from transformers import AutoModelForImageTextToText
 from rlpost.data.vision import Vision
 from rlpost.models import end_token_ids, placeholder_token_ids
 from rlpost.rollout.engine import Engine, Sampling
+from rlpost.rollout.server import VLLMServers
 from rlpost.types import Completion, Prompt
 from tests.images import NONE, ONE, TWO, example, png, prompts_of
 from tests.rollout.test_engines import generate, make_engine
@@ -18,9 +19,16 @@ from tests.rollout.test_engines import generate, make_engine
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=["vllm", "transformers"])
-def engine(request: pytest.FixtureRequest, tiny_vision_dir: Path, vision: Vision) -> Iterator[Engine]:
-    engine = make_engine(request.param, tiny_vision_dir, end_token_ids(tiny_vision_dir, vision.tokenizer))
+@pytest.fixture(scope="module", params=["vllm", "transformers", pytest.param("servers", marks=pytest.mark.slow)])
+def engine(
+    request: pytest.FixtureRequest, tiny_vision_dir: Path, vision: Vision, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    end_tokens = end_token_ids(tiny_vision_dir, vision.tokenizer)
+    if request.param == "servers":
+        logs = str(tmp_path_factory.mktemp("logs"))
+        engine: Engine = VLLMServers(tiny_vision_dir, end_tokens, 256, logs, threads=1, kv_cache_bytes=2**26)
+    else:
+        engine = make_engine(request.param, tiny_vision_dir, end_tokens)
     yield engine
     engine.close()
 

@@ -1,5 +1,7 @@
 """rollout=vllm_server: what it tells servers and makes of their answers, servers it starts, and real ones in a real run."""
 
+import base64
+import io
 import json
 import os
 import signal
@@ -16,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
+from PIL import Image
 from transformers import AutoModelForCausalLM
 
 from rlpost.data.prompts import PromptFormat
@@ -103,11 +106,24 @@ def test_a_server_that_cannot_be_used_is_a_user_error(fake: FakeServer, tiny_dir
         servers(tiny_dir, tmp_path, plain.url)
 
 
-def test_images_are_refused(fake: FakeServer, tiny_dir: Path, tmp_path: Path) -> None:
+def test_images_go_as_the_trainer_sees_them(fake: FakeServer, tiny_dir: Path, tmp_path: Path) -> None:
+    transparent = Image.new("RGBA", (3, 2), (200, 100, 50, 0))
+    transparent.save(tmp_path / "image.png")
+    path = str(tmp_path / "image.png")
+    prompt = Prompt(Example((), None, images=(path,)), (5, 6, 6), "", unexpanded_ids=(5, 6))
     engine = servers(tiny_dir, tmp_path, fake.url)
     try:
-        with pytest.raises(UserError, match="does not send images"):
-            list(engine.generate([Prompt(Example((), None, images=(b"",)), (5,), "")], [0], Sampling(max_tokens=3)))
+        fake.expanded = [5, 6, 6]
+        assert len(list(engine.generate([prompt], [0], Sampling(max_tokens=3)))) == 1
+        (body,) = (body for path, body in fake.asked[-1:] if path == "/inference/v1/generate")
+        assert body["token_ids"] == [5, 6]
+        (part,) = body["content_parts"]
+        assert part["type"] == "image_url"
+        sent = Image.open(io.BytesIO(base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))))
+        assert (sent.mode, sent.tobytes()) == ("RGB", bytes([200, 100, 50]) * 6)  # not on a white ground
+        fake.expanded = [5, 6, 6, 6]
+        with pytest.raises(RuntimeError, match="expands images differently"):
+            list(engine.generate([prompt], [0], Sampling(max_tokens=3)))
     finally:
         engine.close()
 
