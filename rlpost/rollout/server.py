@@ -2,30 +2,36 @@
 
 import logging
 import os
+import socket
 import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlpost.distributed import Link
 from rlpost.errors import UserError
 from rlpost.models import load_tokenizer
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.rollout.server_pool import Server, ServerPool, TransientError
 from rlpost.rollout.server_process import ServerProcess
 from rlpost.rollout.vllm_request import check_expanded, prompt_fields, sampling_params
+from rlpost.rollout.worker_extension import LINK_S
 from rlpost.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
 
 _EXTENSION = "rlpost.rollout.worker_extension.PolicyWeights"
-_GENERATE = "/inference/v1/generate"
+_GENERATE, _RPC = "/inference/v1/generate", "/collective_rpc"
 _MAX_STARTS = 3
+_MAX_SENDS = 3
 
 
 class VLLMServers:
@@ -41,14 +47,16 @@ class VLLMServers:
         threads: CPU threads of each of them; None: as many as this process.
         log_dir: what they print goes to files there.
         start_timeout_s: seconds they may take to start.
-        weights_dir: where new weights are put for the servers to read: for servers on other machines, a directory that all
-            of them see. None: memory (/dev/shm), or where there is none a temporary directory.
+        transfer: how new weights come to the servers: as a file that they read, or over the network (NCCL where there are
+            GPUs, else gloo).
+        weights_dir: where that file is put: for servers on other machines, a directory that all of them see. None: memory
+            (/dev/shm), or where there is none a temporary directory.
         retries: how often a request is sent again, after 0.5, 1, 2, ... seconds, before its server counts as lost.
         health_s: seconds between health checks, and that one may take; a server is lost after three without an answer.
         max_num_seqs: completions a server decodes together, and requests it is given at a time.
         dtype, kv_cache_bytes, enforce_eager, block_size, gpu_memory_utilization: of servers started here, as of `VLLMEngine`.
 
-    Raises: UserError if a server does not answer, or does not come up.
+    Raises: UserError if a server does not answer, or does not come up, or would be linked to its own GPU.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class VLLMServers:
         num_servers: int | None = None,
         threads: int | None = None,
         start_timeout_s: float = 600.0,
+        transfer: Literal["file", "network"] = "file",
         weights_dir: str | None = None,
         retries: int = 5,
         health_s: float = 10.0,
@@ -79,6 +88,14 @@ class VLLMServers:
         self._label = uuid.uuid4().hex[:12]  # tells this run's weights from another one's
         self._version = 0
         self._starts: dict[Server, int] = {}
+        self._transfer = transfer
+        self._num_workers: dict[Server, int] = {}
+        self._link: Link | None = None
+        self._linked: list[Server] = []
+        if transfer == "network" and not urls and torch.cuda.is_available():
+            raise UserError(
+                "rollout.engine.transfer=network: a server started here shares its rank's GPU; use transfer=file"
+            )
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if urls:
             servers = [Server(url.rstrip("/")) for url in urls[rank::world_size]]
@@ -139,14 +156,18 @@ class VLLMServers:
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         weights = {name: weight.detach().cpu().contiguous() for name, weight in named_weights}
-        file = Path(self._weights_dir) / f"rlpost-{self._label}-{version}.safetensors"
         self._start_again()
-        try:
-            save_file(weights, file)
-            del weights
-            self._pool.each(self._push(str(file), version))
-        finally:
-            file.unlink(missing_ok=True)
+        if self._transfer == "network":
+            self._send(weights)
+            self._pool.each(self._take_over("load_received", {}, version))
+        else:
+            file = Path(self._weights_dir) / f"rlpost-{self._label}-{version}.safetensors"
+            try:
+                save_file(weights, file)
+                del weights
+                self._pool.each(self._take_over("load_policy", {"path": str(file)}, version))
+            finally:
+                file.unlink(missing_ok=True)
         self._version = version
 
     def metrics(self) -> dict[str, float]:
@@ -160,12 +181,58 @@ class VLLMServers:
 
     def close(self) -> None:
         self._pool.close()
+        self._unlink()
 
-    def _push(self, file: str, version: int) -> list[tuple[str, Mapping[str, Any]]]:
+    def _send(self, weights: Mapping[str, Tensor]) -> None:
+        """To every live server, which keeps them until it is told to take them over.
+
+        Raises: RuntimeError if no server is left, or all are well and it fails all the same.
+        """
+        for _ in range(_MAX_SENDS):
+            servers = self._pool.live
+            answers: list[Future[Any]] = []
+            try:
+                if self._linked != servers:
+                    self._join(servers)
+                answers = [self._pool.begin(server, *_rpc("receive_policy")) for server in servers]
+                self._link.send(weights.items())
+                for answer in answers:
+                    answer.result()
+                return
+            except (RuntimeError, TransientError) as error:
+                reason = error
+                log.warning("weights were not sent: %s", error)
+                self._unlink()
+                for answer in answers:
+                    answer.cancel()
+                self._pool.check(servers)
+        raise RuntimeError(f"weights cannot be sent over the network: {reason}")
+
+    def _join(self, servers: Sequence[Server]) -> None:
+        """Link the servers' workers to this process, in place of an earlier link."""
+        self._unlink()
+        store = Link.store(LINK_S)
+        size = 1 + sum(self._num_workers[server] for server in servers)
+        joining, place = [], 1
+        for server in servers:
+            where = {"address": _address_towards(server.url), "port": store.port, "place": place, "size": size}
+            joining.append(self._pool.begin(server, *_rpc("join_link", where)))
+            place += self._num_workers[server]
+        self._link = Link("", store.port, 0, size, LINK_S, store)
+        for joined in joining:
+            joined.result()
+        self._linked = list(servers)
+
+    def _unlink(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link, self._linked = None, []
+
+    def _take_over(self, method: str, how: Mapping[str, Any], version: int) -> list[tuple[str, Mapping[str, Any]]]:
         """Requests that change a server's weights between two tokens of what it has under way."""
         return [
             ("/pause?mode=keep", {}),
-            ("/collective_rpc", {"method": "load_policy", "kwargs": {"path": file}}),
+            _rpc(method, how),
             ("/update_weight_version", {"new_version": f"{self._label}/{version}"}),
             ("/reset_prefix_cache?reset_running_requests=true", {}),
             ("/reset_encoder_cache", {}),
@@ -213,8 +280,10 @@ class VLLMServers:
                 )
             try:  # an earlier run may have left other weights
                 first = {"token_ids": self._end_token_ids[:1], "sampling_params": {"max_tokens": 1}}
-                for path, body in [*self._push("", 0), (_GENERATE, first)]:
-                    self._pool.post(server, path, body)
+                for path, body in [*self._take_over("load_policy", {}, 0), (_GENERATE, first)]:
+                    answer = self._pool.post(server, path, body)
+                    if path == _RPC:
+                        self._num_workers[server] = len(answer["results"])
             except (TransientError, RuntimeError) as error:
                 raise UserError(
                     f"rollout.engine.urls: {server.url} cannot be used: {error}; start it with VLLM_SERVER_DEV_MODE=1, "
@@ -239,3 +308,14 @@ class VLLMServers:
             elif self._pool.health(server) is None:
                 server.lost = None
                 log.warning("the rollout server %s is back", server.url)
+
+
+def _rpc(method: str, how: Mapping[str, Any] | None = None) -> tuple[str, Mapping[str, Any]]:
+    return _RPC, {"method": method, "kwargs": how or {}}
+
+
+def _address_towards(url: str) -> str:
+    """This machine's address, as the server sees it."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port or 80), timeout=LINK_S) as connection:
+        return connection.getsockname()[0]

@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -124,9 +125,25 @@ class ServerPool:
         """None if the server is well, or what is wrong with it."""
         return self._wait(self._health(server))
 
-    def post(self, server: Server, path: str, body: Body) -> None:
-        """One request to one server, once. Raises: TransientError, RuntimeError."""
-        self._wait(self._post(server, path, body))
+    def post(self, server: Server, path: str, body: Body) -> Any:
+        """One request to one server, once. Returns: its answer. Raises: TransientError, RuntimeError."""
+        return self.begin(server, path, body).result()
+
+    def begin(self, server: Server, path: str, body: Body) -> "Future[Any]":
+        """`post`, without waiting."""
+        return asyncio.run_coroutine_threadsafe(self._post(server, path, body), self._loop)
+
+    def check(self, servers: Sequence[Server]) -> None:
+        """Those that are not well are lost."""
+
+        async def check(server: Server) -> None:
+            if (reason := await self._health(server)) is not None:
+                self._lose(server, reason)
+
+        async def check_all() -> None:
+            await asyncio.gather(*map(check, servers))
+
+        self._wait(check_all())
 
     def close(self) -> None:
         """Calls that are under way end with CancelledError."""

@@ -1,7 +1,13 @@
 """What runs inside a vLLM server's workers: `--worker-extension-cls rlpost.rollout.worker_extension.PolicyWeights`."""
 
+from collections.abc import Iterable
+
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
+
+from rlpost.distributed import Link
+
+LINK_S = 60.0
 
 
 class PolicyWeights:
@@ -11,9 +17,28 @@ class PolicyWeights:
         """Take over the weights of a safetensors file; without one, those the server was started with."""
         if path:
             with safe_open(path, framework="pt") as weights:
-                self.reload_weights(weights_iterator=((name, weights.get_tensor(name)) for name in weights.keys()))  # noqa: SIM118
+                self._take_over((name, weights.get_tensor(name)) for name in weights.keys())  # noqa: SIM118
         else:
-            self.reload_weights()
+            self._take_over(None)
+
+    def join_link(self, address: str, port: int, place: int, size: int) -> None:
+        """Args: place: of this server's first worker."""
+        self._policy_link = Link(address, port, place + self.rank, size, LINK_S)
+
+    def receive_policy(self) -> None:
+        """Weights from the trainer, to keep: a transfer that breaks off leaves the model as it is."""
+        try:
+            self._policy = list(self._policy_link.receive())
+        except RuntimeError:
+            self._policy_link.close()
+            raise
+
+    def load_received(self) -> None:
+        """Take over the weights that were received last."""
+        self._take_over(self._policy)
+
+    def _take_over(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+        self.reload_weights(weights_iterator=None if weights is None else iter(weights))
         refresh_head(self.model_runner.get_model())
 
 

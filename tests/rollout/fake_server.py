@@ -12,6 +12,8 @@ from typing import Any
 from aiohttp import web
 from safetensors import safe_open
 
+from rlpost.distributed import Link
+
 Behave = Callable[
     [dict[str, Any]], str
 ]  # of a generate request: "answer", "error", "drop", "abort", "refuse" or "hang"
@@ -27,12 +29,14 @@ class FakeServer:
     Attributes:
         asked: every request but health checks: its path and its body.
         expanded: a prompt's ids with its images', for who asks for them.
+        dies: when weights are sent to it over the network.
     """
 
     def __init__(self, behave: Behave = lambda body: "answer", dev_mode: bool = True) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.frozen = False
         self.expanded: list[int] = []
+        self.dies = self.dead = False
         self._behave, self._dev_mode = behave, dev_mode
         self._label, self._weight = "default", 0.0
 
@@ -67,7 +71,7 @@ class FakeServer:
     async def _health(self, request: web.Request) -> web.Response:
         if self.frozen:
             await asyncio.sleep(3600)
-        return web.Response()
+        return web.Response(status=503 if self.dead else 200)
 
     async def _control(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -76,10 +80,29 @@ class FakeServer:
             await asyncio.sleep(3600)
         if request.path == "/update_weight_version":
             self._label = body["new_version"]
-        if request.path == "/collective_rpc" and (path := body["kwargs"]["path"]):
+        if request.path == "/collective_rpc":
+            await asyncio.to_thread(getattr(self, f"_{body['method']}"), **body["kwargs"])
+            if self.dead:
+                request.transport.close()
+        return web.json_response({"results": [None]})
+
+    def _load_policy(self, path: str = "") -> None:
+        if path:
             with safe_open(path, framework="np") as weights:
                 self._weight = float(weights.get_tensor("w")[0])
-        return web.json_response({})
+
+    def _join_link(self, **where: Any) -> None:
+        self._link = Link(**where, timeout_s=20)
+
+    def _receive_policy(self) -> None:
+        if self.dies:
+            self.dead = True
+            self._link.close()
+        else:
+            self._received = dict(self._link.receive())
+
+    def _load_received(self) -> None:
+        self._weight = float(self._received["w"][0])
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

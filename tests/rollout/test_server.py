@@ -79,6 +79,25 @@ def test_new_weights_come_with_their_version_and_the_file_is_gone(
         engine.close()
 
 
+def test_weights_go_over_the_network_and_one_that_dies_of_it_is_lost(tiny_dir: Path, tmp_path: Path) -> None:
+    prompts, sampling = prompts_of(6), Sampling(max_tokens=3)
+    with FakeServer() as first, FakeServer() as second:
+        engine = servers(tiny_dir, tmp_path, first.url, second.url, transfer="network", weights_dir=str(tmp_path))
+        try:
+            for version, left in ((1, 2), (2, 2), (3, 1), (4, 1)):
+                second.dies = version == 3
+                engine.load_weights([("v", torch.ones(2, 3)), ("w", torch.tensor([version / 4]))], version)
+                assert list(tmp_path.iterdir()) == []
+                done = dict(engine.generate(prompts, range(6), sampling))
+                assert {c.rollout_logprobs for c in done.values()} == {(-version / 4,) * 3}
+                assert {c.policy_version for c in done.values()} == {version}
+                assert engine.metrics()["servers"] == left
+            links = [body for path, body in first.asked if body.get("method") == "join_link"]
+            assert [(body["kwargs"]["place"], body["kwargs"]["size"]) for body in links] == [(1, 3), (1, 2)]
+        finally:
+            engine.close()
+
+
 def test_weights_of_somebody_else_are_refused(fake: FakeServer, tiny_dir: Path, tmp_path: Path) -> None:
     first, second = (servers(tiny_dir, tmp_path, fake.url) for _ in range(2))
     try:
@@ -251,6 +270,21 @@ def test_servers_sample_what_the_engine_in_the_process_does(
                     assert ours.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=1e-4)
                     assert ours.policy_version == version
         assert real.metrics() == {"servers": 2, "retries": 0, "moved": 0}
+        # The same servers, which get their weights over the network now.
+        linked = VLLMServers(
+            tiny_dir, tiny_end_tokens, 256, "", urls=[s.url for s in real._pool.servers], transfer="network"
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        restore(inside, model, 9)
+        restore(linked, model, 9)
+        expected = generate(inside, prompts, range(len(prompts)), samplings[1])
+        for ours, theirs in zip(generate(linked, prompts, range(len(prompts)), samplings[1]), expected, strict=True):
+            assert replace(ours, rollout_logprobs=()) == replace(theirs, rollout_logprobs=())
+            assert ours.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=1e-4)
+        linked.close()
+        restore(real, model, 7)
         # Weights that come while completions are under way: none is lost, each has the version of its first token. What a
         # server had not begun yet has the new one.
         prompts[0] = replace(prompts[0], sampling={"max_tokens": 2})
