@@ -48,8 +48,8 @@ lock: $(READY) ## Resolve requirements.lock anew from pyproject.toml
 train: $(READY) ## Train the default experiment (ARGS="steps=50 reducer=drgrpo")
 	@$(BIN)/rlpost $(ARGS)
 
-test: $(READY) ## Run the whole test suite, in processes with a core each or half of one
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(READY) ## Run the whole test suite, in two processes with cores of their own
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(READY) ## Run the tests that take seconds
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)

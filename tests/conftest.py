@@ -22,16 +22,17 @@ from rlpost.types import Completion, Example, Prompt, Rollout
 
 
 def pytest_configure() -> None:
-    """Give a parallel worker (make test) cores of its own, or one that it shares, which the processes it starts have too.
+    """Give a parallel worker (make test) cores of its own, which the processes it starts have too.
 
-    Where threads of two tests share several cores they wait for each other in spin loops, which takes ten times as long.
+    Where threads of two tests share cores they wait for each other in spin loops, which takes ten times as long.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is None or not hasattr(os, "sched_setaffinity"):
         return
     cores, count = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    number = int(worker.removeprefix("gw")) % len(cores)
-    own = cores[number :: min(count, len(cores))]
+    if count > len(cores):
+        return
+    own = cores[int(worker.removeprefix("gw")) :: count]
     os.sched_setaffinity(0, own)
     threads = min(2, len(own))
     os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -1,16 +1,20 @@
 """What a GPU does by other means than a CPU: each against the CPU's way, or against itself without the setting."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlpost import distributed
 from rlpost.data.packing import pack
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
 from rlpost.rollout.engine import Sampling
 from rlpost.tiny import TinyLlama
-from rlpost.trainer import attention, distributed
+from rlpost.trainer import attention
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler, to_device
 from rlpost.types import Example, Prompt
@@ -89,6 +93,27 @@ def test_two_gpus_train_like_one(tmp_path: Path, setting: str) -> None:
     rlpost(tmp_path, *common, "cluster=node", "cluster.num_processes=2", setting, "run_dir=two")
     for two, one in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
         assert two["policy/grad_norm"] == pytest.approx(one["policy/grad_norm"], rel=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_go_from_gpu_to_gpu(tmp_path: Path) -> None:
+    store = distributed.Link.store(60)
+    receiver = (
+        "import torch; from rlpost.distributed import Link\n"
+        f"link = Link('127.0.0.1', {store.port}, 1, 2, 60)\n"
+        f"torch.save(dict(link.receive()), {str(tmp_path / 'received')!r})"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
+    process = subprocess.Popen([sys.executable, "-c", receiver], env=environment)
+    link = distributed.Link("", store.port, 0, 2, 60, store)
+    sent = {"a": torch.arange(5.0, device="cuda"), "b": torch.ones(3, 4, dtype=torch.bfloat16)}
+    link.send(sent.items())
+    assert process.wait(60) == 0
+    received = torch.load(tmp_path / "received")
+    assert {name: (t.dtype, t.tolist()) for name, t in received.items()} == {
+        name: (t.dtype, t.tolist()) for name, t in sent.items()
+    }
+    link.close()
 
 
 def test_a_packed_batch_comes_to_the_gpu_whole(process_group: None) -> None:

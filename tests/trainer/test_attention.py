@@ -13,10 +13,11 @@ from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from rlpost import distributed
 from rlpost.data.packing import attention_mask, pack
 from rlpost.errors import UserError
 from rlpost.objective.logprobs import SamplingDistribution
-from rlpost.trainer import attention, distributed
+from rlpost.trainer import attention
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import to_device
 from rlpost.types import PackedBatch
