@@ -159,7 +159,7 @@ class Link:
     def send(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
             self._broadcast(_header(name, tensor))
-            self._broadcast(tensor.to(device()).contiguous())
+            self._broadcast(tensor.contiguous())
         self._broadcast(_header("", torch.empty(0)))
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:

@@ -189,6 +189,8 @@ class VLLMServers:
         Raises: RuntimeError if no server is left, or all are well and it fails all the same.
         """
         for _ in range(_MAX_SENDS):
+            if self._linked != self._pool.live:
+                self._pool.check(self._pool.live)  # the others would wait for one that is gone
             servers = self._pool.live
             answers: list[Future[Any]] = []
             try:
@@ -199,7 +201,7 @@ class VLLMServers:
                 for answer in answers:
                     answer.result()
                 return
-            except (RuntimeError, TransientError) as error:
+            except (RuntimeError, TransientError, OSError) as error:
                 reason = error
                 log.warning("weights were not sent: %s", error)
                 self._unlink()

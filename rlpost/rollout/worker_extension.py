@@ -27,6 +27,7 @@ class PolicyWeights:
 
     def receive_policy(self) -> None:
         """Weights from the trainer, to keep: a transfer that breaks off leaves the model as it is."""
+        self._policy: list[tuple[str, Tensor]] = []  # those of an earlier one make room
         try:
             self._policy = list(self._policy_link.receive())
         except RuntimeError:
@@ -34,8 +35,10 @@ class PolicyWeights:
             raise
 
     def load_received(self) -> None:
-        """Take over the weights that were received last."""
-        self._take_over(self._policy)
+        """Take over the weights that were received last; asked again, they are there already."""
+        if self._policy:
+            self._take_over(self._policy)
+            self._policy = []
 
     def _take_over(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         self.reload_weights(weights_iterator=None if weights is None else iter(weights))

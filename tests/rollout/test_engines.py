@@ -113,6 +113,20 @@ def test_cut_logprobs_equal_the_trainers_on_the_same_support(
         torch.testing.assert_close(torch.tensor(completion.rollout_logprobs), expected, rtol=0, atol=1e-4)
 
 
+def test_an_eager_engine_compiles_nothing(
+    tiny_dir: Path, tiny_end_tokens: tuple[int, ...], prompts: list[Prompt]
+) -> None:
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    engine = make_engine("vllm", tiny_dir, tiny_end_tokens)
+    try:
+        assert generate(engine, prompts, [1, 2, 3, 4], Sampling(max_tokens=3))
+        assert not counters["frames"]
+    finally:
+        engine.close()
+
+
 def test_a_seed_repeats_whatever_came_before(engine: Engine, prompts: list[Prompt]) -> None:
     sampling = Sampling(max_tokens=12)
     first = generate(engine, prompts, [1, 2, 3, 4], sampling)

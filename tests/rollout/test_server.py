@@ -98,6 +98,19 @@ def test_weights_go_over_the_network_and_one_that_dies_of_it_is_lost(tiny_dir: P
             engine.close()
 
 
+def test_a_server_that_was_gone_before_does_not_hold_the_weights_up(tiny_dir: Path, tmp_path: Path) -> None:
+    with FakeServer() as first:
+        with FakeServer() as second:
+            engine = servers(tiny_dir, tmp_path, first.url, second.url, transfer="network", retries=0)
+        try:
+            engine.load_weights([("w", torch.tensor([0.5]))], 1)
+            done = dict(engine.generate(prompts_of(6), range(6), Sampling(max_tokens=3)))
+            assert {c.rollout_logprobs for c in done.values()} == {(-0.5,) * 3}
+            assert [body["kwargs"]["size"] for _, body in first.asked if body.get("method") == "join_link"] == [2]
+        finally:
+            engine.close()
+
+
 def test_weights_of_somebody_else_are_refused(fake: FakeServer, tiny_dir: Path, tmp_path: Path) -> None:
     first, second = (servers(tiny_dir, tmp_path, fake.url) for _ in range(2))
     try:
@@ -160,7 +173,7 @@ def test_a_lost_server_of_the_run_is_started_again_and_gets_the_weights(
 ) -> None:
     fake = script(
         tmp_path,
-        f'echo "$$ $VLLM_SERVER_DEV_MODE $OMP_NUM_THREADS $RANK." >> {tmp_path}/started\n'
+        f'echo "$$ $VLLM_SERVER_DEV_MODE $OMP_NUM_THREADS $TORCH_COMPILE_DISABLE $RANK." >> {tmp_path}/started\n'
         f'shift 2\nexec {sys.executable} {FAKE} "$@"',
     )
     monkeypatch.setattr(sys, "executable", fake)
@@ -173,7 +186,7 @@ def test_a_lost_server_of_the_run_is_started_again_and_gets_the_weights(
 
     try:
         assert len(list(engine.generate(prompts, seeds, sampling))) == 6
-        assert [line.partition(" ")[2] for line in started()] == ["1 3 ."] * 2  # not taken for a rank
+        assert [line.partition(" ")[2] for line in started()] == ["1 3 1 ."] * 2  # not taken for a rank
         os.kill(int(started()[0].split()[0]), signal.SIGKILL)
         assert sorted(place for place, _ in engine.generate(prompts, seeds, sampling)) == list(range(6))
         assert engine.metrics()["servers"] == 1
