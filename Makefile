@@ -36,7 +36,7 @@ else
 	@echo "setup 2/3: $$(grep -c == requirements.lock) locked packages (a few minutes)"
 	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check --no-deps -r requirements.lock
 endif
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests/' $(VENV)/lib > /dev/null || true  # some packages hold templates
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests/' $(VENV)/lib > /dev/null 2>&1 || true  # some packages hold templates
 	@echo "setup 3/3: rlpost"
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(READY)
