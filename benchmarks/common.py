@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.cluster.node import available_cores
+from rlpost.cluster.process import FAMILY
 from rlpost.costs import Shape
 from rlpost.types import Completion, Example, Prompt, Rollout
 
@@ -40,6 +41,7 @@ def run(command: Sequence[str], **environment: str) -> Finished:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": str(available_cores()),
+        FAMILY: "",  # new processes: a fork's memory would not be counted
         **environment,
     }
     process = subprocess.Popen(

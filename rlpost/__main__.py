@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlpost.cluster.process import family
 from rlpost.config import build, check_task, conf_dir, resolve_paths
 from rlpost.errors import UserError
 from rlpost.explain import explain
@@ -51,7 +52,8 @@ def _run() -> int:
     # Hydra would print its own errors and exit with 1; they are said in one line here, and exit with 2.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        _app()
+        with family():
+            _app()
         if _single_run_error is not None:
             raise _single_run_error
     except RunFailedError as failed:
@@ -116,9 +118,11 @@ def _job(cfg: DictConfig) -> float | None:
 
 def _settle(run: RunDir, cfg: DictConfig, code: int) -> None:
     """Workers that were killed could not say so themselves: status.json and MLflow shall not call them running."""
-    if run.status().get("state") not in ("starting", "running"):
+    status = run.status()
+    if status.get("state") in ("starting", "running"):
+        run.set_state("failed", error=f"the workers ended with exit code {code}")
+    elif status.get("kind") != "killed":  # what the launcher wrote for a rank that could not
         return
-    run.set_state("failed", error=f"the workers ended with exit code {code}")
     run_id = run.status().get("mlflow_run_id")
     if cfg.tracking.uri and run_id:
         script = "import sys; from rlpost.mlflow_store import end_run; end_run(*sys.argv[1:])"

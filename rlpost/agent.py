@@ -9,14 +9,15 @@ rank fails the others are ended within seconds: they would wait for it.
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 import psutil
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
+from rlpost.cluster.ranks import conclude
 from rlpost.status import RunStatus
 
 GRACE = 10  # seconds that ranks have to end after another one failed
@@ -29,20 +30,20 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run(parse_args([f"--shutdown-timeout={GRACE}", "--signals-to-handle=SIGQUIT", *arguments]))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode in (2, 130):  # it has said why
-            return failure.exitcode
-        how = (
-            f"by {signal.Signals(-failure.exitcode).name}"
-            if failure.exitcode < 0
-            else f"with exit code {failure.exitcode}"
-        )
-        reason = f"rank {rank} was ended {how}"
-        print(f"rlpost: {reason}", file=sys.stderr)
-        if failure.exitcode < 0:  # the others' errors are that they miss it
-            RunStatus(Path(arguments[-1])).set_state("failed", error=reason)
-        return 1
+        return conclude(_own_ends(error.failures), RunStatus(Path(arguments[-1])))
     return 0
+
+
+def _own_ends(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
+    """Exit codes by rank, without those of ranks that torchrun ended after the first failure."""
+    first = min(failure.timestamp for failure in failures.values())
+
+    def is_own(failure: ProcessFailure) -> bool:
+        late = failure.timestamp - first >= GRACE - 1
+        return failure.exitcode != -signal.SIGTERM and not (failure.exitcode == -signal.SIGKILL and late)
+
+    own = {rank: failure.exitcode for rank, failure in failures.items() if is_own(failure)}
+    return own or {rank: failure.exitcode for rank, failure in failures.items()}
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

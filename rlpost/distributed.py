@@ -30,15 +30,23 @@ T = TypeVar("T")
 _ranks: DeviceMesh | None = None  # (data, context), once there is a context to split
 
 
-def init(timeout_s: float = 1800) -> None:
-    """Join the process group that torchrun's environment describes; without one, make a group of one."""
+def init(meeting: int | None = None, timeout_s: float = 1800) -> None:
+    """Join the process group that torchrun's variables describe; without them, make a group of one.
+
+    Args: meeting: on rank 0, the descriptor of a listening socket for MASTER_PORT, if it has been opened already.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" not in os.environ:
         store = dist.HashStore()
         dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
     else:
         timeout = timedelta(seconds=timeout_s)
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        if meeting is None:
+            store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        else:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            rank, world_size = 0, int(os.environ["WORLD_SIZE"])
+            store = dist.TCPStore(address, port, world_size, True, timeout, master_listen_fd=meeting)
         # torchrun's store outlives the ranks that it starts again: they would take their forerunners' addresses from it.
         attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(_backend(device), timeout=timeout, store=attempt, rank=rank, world_size=world_size)
@@ -65,6 +73,18 @@ def shutdown() -> None:
     side_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_loss_of_peers(error: BaseException | None) -> bool:
+    """Whether an operation failed because other ranks are gone, or do not answer: the fault is theirs.
+
+    Gloo has no error class of its own: its messages name the file of its sources that saw the connection end.
+    """
+    while error is not None:
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _backend(device: str) -> str:

@@ -4,6 +4,7 @@ Everything downstream (engines, trainer, tokenizer) reads that directory and kno
 """
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import io
@@ -32,29 +33,30 @@ class ModelSource(Protocol):
 
 def context_of(directory: Path) -> int | None:
     """The longest sequence the model in a directory takes, in tokens."""
-    config = _config(directory)
+    config = read_config(directory)
     return config.get("text_config", config).get("max_position_embeddings")
 
 
 def attention_heads(directory: Path) -> int | None:
     """Of each layer of the model in a directory; None where its configuration has another name for them."""
-    config = _config(directory)
+    config = read_config(directory)
     return config.get("text_config", config).get("num_attention_heads")
 
 
 def takes_images(directory: Path) -> bool:
     """Whether the model in a directory is a vision-language model."""
-    return "vision_config" in _config(directory)
+    return "vision_config" in read_config(directory)
 
 
 def placeholder_token_ids(directory: Path) -> tuple[int, ...]:
     """Tokens in whose place the model puts what it sees or hears: in a completion they would stand for nothing."""
     names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
-    config = _config(directory)
+    config = read_config(directory)
     return tuple(sorted({config[name] for name in names if config.get(name) is not None}))
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of the model in a directory."""
     return json.loads((directory / "config.json").read_text(encoding="utf-8"))
 
 
@@ -158,7 +160,7 @@ class GGUFPackage:
             )
         plain.load_state_dict(quantized.state_dict())
         plain.generation_config = quantized.generation_config
-        plain.save_pretrained(target)
+        save_model(plain, target)
         AutoTokenizer.from_pretrained(source, gguf_file=self.file).save_pretrained(target)
 
         saved = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).state_dict()
@@ -168,22 +170,34 @@ class GGUFPackage:
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The cache directory `name`, made once: built beside it and renamed, so it is complete or not there."""
+    """The cache directory `name`, made once: built beside it and renamed, so it is whole or not there.
+
+    Processes that need it at the same time (the ranks of a node) wait for the first. A directory without a config.json is none.
+    """
     target = cache_root() / "models" / name
-    if target.is_dir():
+    if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{name}-"))
-    try:
-        make(building)
+    with (target.parent / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (target / "config.json").is_file():
+            return target
+        shutil.rmtree(target, ignore_errors=True)
+        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{name}-"))
         try:
+            make(building)
+            if not (building / "config.json").is_file():
+                raise RuntimeError(f"{name}: the model was not saved")
             building.rename(target)
-        except OSError:  # another process was first; both built the same
-            if not target.is_dir():
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
     return target
+
+
+def save_model(model: Any, directory: Path) -> None:
+    """save_pretrained on whichever rank: left to itself transformers writes nothing but on rank 0."""
+    model.should_save_on_this_rank = lambda is_main_process: True
+    model.save_pretrained(directory)
 
 
 def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlpost.cluster.node import end_with_parent
 from rlpost.config import build
 from rlpost.errors import UserError
 from rlpost.rewards.function import CallError, WrongLengthError, call
@@ -21,13 +20,27 @@ logging.basicConfig(level=logging.WARNING, format="rlpost: scoring: %(message)s"
 def main(descriptor: str) -> None:
     """The other side of `rlpost.rewards.processes`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's to handle: it ends this process when it ends
-    end_with_parent(signal.SIGKILL)
     os.nice(5)  # sampling goes first
+    _use_one_thread()
     with (
         suppress(EOFError, ConnectionError),
         Connection(int(descriptor)) as connection,
     ):  # these end it: the run is over
         _serve(connection)
+
+
+def _use_one_thread() -> None:
+    """The other cores are the engine's. Libraries that are loaded already, in a fork, do not look at the variable again."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.pop(
+        "GLIBC_TUNABLES", None
+    )  # the trainer's memory settings, which a program started from here need not have
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    if "numpy" in sys.modules:
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(1)
 
 
 def _serve(connection: Connection) -> None:

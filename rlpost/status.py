@@ -34,6 +34,6 @@ class RunStatus:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old content or the new one, never a part."""
-    building = path.with_name(f".{path.name}.tmp")
+    building = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # several ranks may have something to say
     building.write_text(text, encoding="utf-8")
     building.replace(path)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlpost.models import cached
+from rlpost.models import cached, save_model
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -60,7 +60,7 @@ class TinyLlama:
         )
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            LlamaForCausalLM(config).save_pretrained(target)
+            save_model(LlamaForCausalLM(config), target)
         tokenizer.save_pretrained(target)
 
 
@@ -119,7 +119,7 @@ class TinyVisionLlama:
         images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            Idefics3ForConditionalGeneration(config).save_pretrained(target)
+            save_model(Idefics3ForConditionalGeneration(config), target)
         processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=CHATML_OF_PARTS)
         processor.save_pretrained(target)
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.cluster.local import num_gpus
+from rlpost.cluster.node import num_gpus
 from rlpost.config import build, nested_nodes, reward_nodes, target_nodes, task_names
 from rlpost.errors import UserError
 from rlpost.plugins import split_path

@@ -19,11 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
 from rlpost import distributed, provenance
+from rlpost.cluster.node import name_process
+from rlpost.cluster.ranks import LOST_PEERS
 from rlpost.config import build, flat, reward_nodes
 from rlpost.data.mixture import named
 from rlpost.data.prompts import PromptFormat
@@ -69,16 +72,20 @@ class StopFlag:
         log.warning("%s: stopping after a checkpoint (again: at once)", signal.Signals(number).name)
 
 
-def main(run_dir: str) -> int:
+def main(run_dir: str, meeting: str | None = None) -> int:
+    """Args: meeting: the descriptor of the socket at which the other ranks find rank 0, which has it from its launcher."""
     run = RunDir(Path(run_dir))
     stop = StopFlag()
-    distributed.init()
+    distributed.init(None if meeting is None else int(meeting))
+    name_process(f"rlpost rank {distributed.rank()}")
     _set_up_logging(run.path / "run.log")
     tracker: Tracker | None = None
     loop: Loop | None = None
     try:
         loop, progress = _assemble(run, stop)
         tracker = loop.tracker
+        age = time.time() - psutil.Process().create_time()
+        log.info("ready for the first step: %.2f s, %.2f core-seconds of this process", age, time.process_time())
         gc.freeze()
         gc.enable()
         with progress:
@@ -101,9 +108,14 @@ def main(run_dir: str) -> int:
         _end(run, tracker, "failed", "FAILED", error=str(error), kind="diverged")
         return 1
     except Exception as error:
-        log.error("%s: %s (the traceback is in %s)", type(error).__name__, error, run.path / "run.log")
         logging.getLogger("rlpost.trace").debug("%s", traceback.format_exc())
-        _end(run, tracker, "failed", "FAILED", error=f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        if distributed.is_loss_of_peers(error):  # another rank says why, or its launcher
+            log.info("%s", reason)
+            _end(run, tracker, "failed", "FAILED", error=reason, kind="lost peers")
+            return LOST_PEERS
+        log.error("%s (the traceback is in %s)", reason, run.path / "run.log")
+        _end(run, tracker, "failed", "FAILED", error=reason)
         return 1
     finally:
         if loop is not None:
@@ -254,8 +266,7 @@ def _reward(cfg: DictConfig) -> RewardSum:
     beside = {name: node.target for name, node in nodes.items() if node.runs_in == "processes"}
     processes = None
     if beside:
-        command = [sys.executable, "-m", "rlpost.scorer"]
-        processes = ScoringProcesses(command, list(beside), beside, cfg.scoring.processes, cfg.scoring.timeout)
+        processes = ScoringProcesses("rlpost.scorer", list(beside), beside, cfg.scoring.processes, cfg.scoring.timeout)
     only = {name: frozenset(node.tasks) for name, node in nodes.items() if node.tasks is not None}
     here = {name: build(node.target) for name, node in nodes.items() if name not in beside}
     weights = {name: node.weight for name, node in nodes.items()}
@@ -395,8 +406,13 @@ def _finish_writing(loop: Loop) -> None:
 
 
 def _end(run: RunDir, tracker: Tracker | None, state: Any, mlflow_status: Any, **details: Any) -> None:
-    if distributed.is_main():
+    """The main rank writes the state; of a failure also the rank whose fault it was, which the others only lost."""
+    lost_peers = details.get("kind") == "lost peers"
+    is_told = state == "failed" and run.status().get("state") == "failed"
+    if distributed.is_main() and not (lost_peers and is_told):
         run.set_state(state, **details)
+    elif state == "failed" and not lost_peers and not is_told:
+        run.set_state(state, **{**details, "error": f"rank {distributed.rank()}: {details['error']}"})
     if tracker:
         tracker.close(mlflow_status)
 
@@ -428,4 +444,4 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _leave(main(sys.argv[1]))
+    _leave(main(*sys.argv[1:]))

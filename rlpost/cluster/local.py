@@ -1,14 +1,18 @@
 """Workers on this machine."""
 
-import signal
+import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlpost.cluster import node
-from rlpost.errors import UserError
+import yaml
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
+from rlpost.cluster import node
+from rlpost.cluster.process import Process, start
+from rlpost.cluster.ranks import INTERRUPTED, WRONG, cause, conclude, signals_passed_on, watch
+from rlpost.errors import UserError
+from rlpost.status import RunStatus
 
 
 @dataclass(frozen=True)
@@ -27,26 +31,64 @@ class Local:
 
     def launch(self, run_dir: Path) -> int:
         """Run to the end. Returns: the workers' exit code. SIGINT and SIGTERM are passed on, once each."""
-        restarts = ["--standalone", f"--max-restarts={self.max_restarts}"] if self.max_restarts else []
-        process = node.start(run_dir, self._num_processes(), self.threads, restarts)
-        previous = {
-            s: signal.signal(s, lambda number, _: process.send_signal(number)) for s in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            code = process.wait()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        return 128 - code if code < 0 else code
+        count = self._num_processes()
+        ranks: list[Process] = []
+        with signals_passed_on(lambda number: [rank.send_signal(number) for rank in ranks]) as signals:
+            for restarts_left in range(self.max_restarts, -1, -1):
+                ranks[:] = self._start(run_dir, count)
+                codes = watch(ranks)
+                failed = cause(codes)
+                if failed is None or failed[1] in (WRONG, INTERRUPTED) or signals or not restarts_left:
+                    break
+                RunStatus(run_dir).set_state("starting")
+                print(f"rlpost: a rank failed; starting again ({restarts_left} restarts left)", file=sys.stderr)
+        if count > 1:
+            return conclude(codes, RunStatus(run_dir))
+        return 128 - codes[0] if codes[0] < 0 else codes[0]
+
+    def _start(self, run_dir: Path, count: int) -> list[Process]:
+        environment = node.environment(count, self.threads)
+        imports = _imports(run_dir)
+        if count == 1:
+            return [start("rlpost.worker", [str(run_dir)], environment, imports=imports)]
+        with socket.create_server(("127.0.0.1", 0)) as meeting:  # rank 0 gets it, so that nobody else takes the port
+            group = {
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(meeting.getsockname()[1]),
+            }
+            return [
+                start(
+                    "rlpost.worker",
+                    [str(run_dir)],
+                    {**environment, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    imports=imports,
+                    passed=[meeting.fileno()] if rank == 0 else [],
+                )
+                for rank in range(count)
+            ]
 
     def _num_processes(self) -> int:
         if self.num_processes != "gpu":
             return self.num_processes
-        if not (count := num_gpus()):
+        if not (count := node.num_gpus()):
             raise UserError("cluster.num_processes=gpu: this machine has no NVIDIA GPU; use cluster=cpu or cpu2")
         return count
 
 
-def num_gpus() -> int:
-    """NVIDIA GPUs of this machine, asked without a library."""
-    return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
+def _imports(run_dir: Path) -> list[str]:
+    """Modules that this run's worker will import, less the users' own, which are nobody else's to have."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    modules = {"rlpost.worker", *(["mlflow"] if config["tracking"]["uri"] else [])}
+
+    def look_into(node: object) -> None:
+        if isinstance(node, dict):
+            target = str(node.get("_target_", ""))
+            if target.startswith("rlpost."):
+                modules.add(target.rpartition(".")[0])
+        for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            look_into(inner)
+
+    look_into(config)
+    return sorted(modules)

@@ -1,11 +1,9 @@
-"""The workers of one node: a process, or several under torchrun."""
+"""What a node gives its workers: cores, GPUs, and the environment that they start in."""
 
 import ctypes
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 # Activations come and go by the gigabyte. By default glibc gives large blocks back at once and faults every 4 KiB of
@@ -13,6 +11,7 @@ from pathlib import Path
 MALLOC = ":".join(
     f"glibc.malloc.{setting}" for setting in ("hugetlb=1", "mmap_max=0", f"trim_threshold={2**34}", f"top_pad={2**28}")
 )
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def environment(num_processes: int, threads: int | None) -> dict[str, str]:
@@ -27,33 +26,8 @@ def environment(num_processes: int, threads: int | None) -> dict[str, str]:
     variables.setdefault("PYTHONUNBUFFERED", "1")
     variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     variables.setdefault("GLIBC_TUNABLES", MALLOC)
+    variables.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # a forkserver has one thread
     return variables
-
-
-def worker(run_dir: Path) -> list[str]:
-    """The command of a worker, behind a Python interpreter."""
-    return ["-m", "rlpost.worker", str(run_dir)]
-
-
-def start(
-    run_dir: Path, num_processes: int, threads: int | None, torchrun: Sequence[str] = ()
-) -> "subprocess.Popen[bytes]":
-    """Start this node's workers.
-
-    Args: torchrun: options that make several nodes one group; without any, several processes are a group of their own.
-    """
-    command = worker(run_dir)
-    if num_processes > 1 or torchrun:
-        options = [*(torchrun or ["--standalone"]), f"--nproc-per-node={num_processes}"]
-        command = ["-m", "rlpost.agent", *options, *command]
-    # A session of its own: a Ctrl-C at the terminal reaches the launcher alone, which passes it on once. Workers whose
-    # launcher is killed end gracefully: they write a checkpoint.
-    return subprocess.Popen(
-        [sys.executable, *command],
-        env=environment(num_processes, threads),
-        start_new_session=True,
-        preexec_fn=lambda: end_with_parent(signal.SIGTERM),
-    )
 
 
 def available_cores() -> int:
@@ -61,8 +35,21 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def num_gpus() -> int:
+    """NVIDIA GPUs of this machine, asked without a library."""
+    return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
+
+
 def end_with_parent(number: signal.Signals) -> None:
     """On Linux, have the kernel send this process the signal if the process that started it is killed."""
+    _prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def name_process(name: str) -> None:
+    """On Linux, the name under which top and ps show this process; 15 characters of it."""
+    _prctl(15, name.encode()[:15])  # PR_SET_NAME
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+        ctypes.CDLL(None).prctl(option, value)

@@ -8,19 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rlpost.cluster import node
+from rlpost.cluster.ranks import conclude, signals_passed_on, watch
 from rlpost.errors import UserError
 from rlpost.status import RunStatus
 
 POLL_S = 0.5
-GRACE_S = 10.0  # that ranks have to end after another one failed
 
 
 @dataclass(frozen=True)
@@ -80,48 +78,27 @@ class Ray:
                 }
                 seen[host] += 1
                 ray.get(rank.start.remote(str(run_dir), self.cpus_per_process, variables))
-            return self._wait(ranks, RunStatus(run_dir))
+            started = [_Remote(rank) for rank in ranks]
+            with signals_passed_on(lambda number: [rank.send_signal(number) for rank in started]):
+                codes = watch(started, poll_s=POLL_S)
+            return conclude(codes, RunStatus(run_dir))
         finally:
             ray.shutdown()
 
-    def _wait(self, ranks: list[Any], run: RunStatus) -> int:
+
+class _Remote:
+    """A rank's process, by its actor."""
+
+    def __init__(self, actor: Any) -> None:
         import ray
 
-        def pass_on(number: int, _: Any) -> None:
-            for rank in ranks:
-                rank.signal.remote(number)
+        self._actor, self._get = actor, ray.get
 
-        previous = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            failed: tuple[int, int] | None = None
-            deadline = float("inf")
-            while True:
-                codes = ray.get([rank.code.remote() for rank in ranks])
-                if failed is None and any(codes):
-                    time.sleep(POLL_S)  # the one that caused it may have been asked before it failed
-                    codes = ray.get([rank.code.remote() for rank in ranks])
-                    failed, deadline = _cause(codes), time.monotonic() + GRACE_S
-                    pass_on(signal.SIGTERM, None)
-                if all(code is not None for code in codes):
-                    break
-                if time.monotonic() > deadline:  # they wait for the one that failed
-                    pass_on(signal.SIGKILL, None)
-                time.sleep(POLL_S)
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        number, code = failed or (0, 0)
-        if code < 0:
-            reason = f"rank {number} was ended by {signal.Signals(-code).name}"
-            print(f"rlpost: {reason}", file=sys.stderr)
-            run.set_state("failed", error=reason)
-            return 1
-        return code
+    def poll(self) -> int | None:
+        return self._get(self._actor.code.remote())
 
-
-def _cause(codes: Sequence[int | None]) -> tuple[int, int]:
-    """The rank whose failure the others' followed, and its code: one that was ended by a signal could not say so itself."""
-    return min(((rank, code) for rank, code in enumerate(codes) if code), key=lambda failed: failed[1] > 0)
+    def send_signal(self, sig: int) -> None:
+        self._actor.signal.remote(sig)
 
 
 class Rank:
@@ -140,7 +117,7 @@ class Rank:
 
     def start(self, run_dir: str, threads: int, variables: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, *node.worker(Path(run_dir))],
+            [sys.executable, "-m", "rlpost.worker", run_dir],
             env={**node.environment(1, threads), **variables},
             start_new_session=True,
             preexec_fn=lambda: node.end_with_parent(signal.SIGTERM),

@@ -116,10 +116,16 @@ class Node:
             f"--rdzv-id={job.raw_job_id}",
             f"--rdzv-endpoint={job.hostnames[0]}:{port}",
             f"--max-restarts={self._max_restarts}",
+            f"--nproc-per-node={self._num_processes}",
         ]
         # Slurm sends its notice to every process of the job, and this one alone acts on it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
-        self._process = node.start(self._run_dir, self._num_processes, self._threads, group)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlpost.agent", *group, "-m", "rlpost.worker", str(self._run_dir)],
+            env=node.environment(self._num_processes, self._threads),
+            start_new_session=True,
+            preexec_fn=lambda: node.end_with_parent(signal.SIGTERM),
+        )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {NOTICE})
         return self._ended()
 

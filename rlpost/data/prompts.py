@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,8 +50,10 @@ class PromptFormat:
         """
         prompts: list[Prompt] = []
         num_overlong = 0
-        for row, example in enumerate(examples, start=1):
-            text, token_ids, unexpanded_ids = self._encode(example, tokenizer, tools)
+        encoded = self._encode(examples, tokenizer, tools)
+        for row, (example, (text, token_ids, unexpanded_ids)) in enumerate(
+            zip(examples, encoded, strict=True), start=1
+        ):
             if len(token_ids) > self.max_tokens:
                 num_overlong += 1
                 if self.overlong == "refuse":
@@ -80,19 +82,28 @@ class PromptFormat:
         return prompts
 
     def _encode(
-        self, example: Example, tokenizer: Any, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[int], list[int]]:
-        """Text and ids, and with images the ids before they were expanded."""
-        text = self._render(example, tokenizer, [*tools, *self._own_tools(example)])
-        if example.images:
-            if not isinstance(tokenizer, Vision):
+        self, examples: Sequence[Example], tokenizer: Any, tools: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[str, list[int], list[int]]]:
+        """Text and ids of each, and with images the ids before they were expanded."""
+        texts = [self._render(example, tokenizer, [*tools, *self._own_tools(example)]) for example in examples]
+        without_images = [text for text, example in zip(texts, examples, strict=True) if not example.images]
+        # The template writes the special tokens itself; adding them again would double the BOS. Plain text
+        # gets those the tokenizer adds to any text.
+        settings = {"return_attention_mask": False, "return_token_type_ids": False}
+        if without_images:  # one call: four fifths of a call's time are its own
+            ids = _plain(tokenizer)(without_images, add_special_tokens=self.template == "plain", **settings)[
+                "input_ids"
+            ]
+        plain = iter(ids if without_images else [])
+        for text, example in zip(texts, examples, strict=True):
+            if not example.images:
+                yield text, next(plain), []
+            elif isinstance(tokenizer, Vision):
+                yield text, *tokenizer.encode(text, example.images)
+            else:
                 raise UserError(
                     "the task has images, and the model takes none: choose one that does (model=tiny_vision)"
                 )
-            return text, *tokenizer.encode(text, example.images)
-        # The template writes the special tokens itself; adding them again would double the BOS. Plain text
-        # gets those the tokenizer adds to any text.
-        return text, _plain(tokenizer).encode(text, add_special_tokens=self.template == "plain"), []
 
     def _truncated(
         self, example: Example, text: str, token_ids: list[int], tokenizer: Any, what: str

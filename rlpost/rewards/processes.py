@@ -1,15 +1,14 @@
 """Processes that call reward functions while the run samples on: what hangs or crashes there can be ended there."""
 
-import os
 import queue
 import signal
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import Pipe
 from typing import Any
 
+from rlpost.cluster.process import start
 from rlpost.errors import UserError
 from rlpost.rewards.function import Arguments, CallError, Outcome, WrongLengthError, outcomes
 
@@ -20,19 +19,19 @@ class ScoringProcesses:
     """A number of processes, each with every function, that take one group at a time.
 
     Args:
-        command: starts one; it gets the number of a file descriptor, a `multiprocessing.Connection`, to talk over:
-            `definitions` come first, which it answers with None or what is wrong with them; then (name, arguments)
+        module: what a process runs. Its argument is the number of a file descriptor, a `multiprocessing.Connection`, to talk
+            over: `definitions` come first, which it answers with None or what is wrong with them; then (name, arguments)
             again and again, which it answers with ("values", ...), ("error", (reason, traceback)) or ("length", reason).
         names: the functions.
-        definitions: whatever the command makes functions from.
+        definitions: whatever the module makes functions from.
         timeout: seconds a completion may take; a call has that many for each of its completions.
     """
 
     def __init__(
-        self, command: Sequence[str], names: Sequence[str], definitions: Any, count: int = 1, timeout: float = 10.0
+        self, module: str, names: Sequence[str], definitions: Any, count: int = 1, timeout: float = 10.0
     ) -> None:
         self.names = list(names)
-        self._all = [_Process(command, definitions, timeout) for _ in range(count)]
+        self._all = [_Process(module, definitions, timeout) for _ in range(count)]
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         for process in self._all:
             self._idle.put(process)
@@ -61,8 +60,8 @@ class ScoringProcesses:
 
 
 class _Process:
-    def __init__(self, command: Sequence[str], definitions: Any, timeout: float) -> None:
-        self._command, self._definitions, self._timeout = list(command), definitions, timeout
+    def __init__(self, module: str, definitions: Any, timeout: float) -> None:
+        self._module, self._definitions, self._timeout = module, definitions, timeout
         self._start()
 
     def call(self, name: str, arguments: Arguments) -> list[float | None]:
@@ -100,17 +99,13 @@ class _Process:
         self._is_ready = True
 
     def kill(self) -> None:
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._connection.close()
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        # The trainer's memory settings would only cost here, and its threads are the engine's while this runs.
-        environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"} | {"OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [*self._command, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment
-        )
+        self._process = start(self._module, passed=[theirs.fileno()], death_signal=signal.SIGKILL)
         theirs.close()
         self._connection.send(self._definitions)
         self._is_ready = False

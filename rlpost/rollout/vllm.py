@@ -1,10 +1,13 @@
 """vLLM inside the trainer's processes: no server, no second copy of the run's environment."""
 
+import gc
 import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Read when vllm is imported. One process, threads left as the launcher set them, quiet, nothing sent home.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -18,13 +21,20 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rlpost import distributed
+from rlpost.costs import Shape
 from rlpost.data.vision import open_image
 from rlpost.errors import UserError
-from rlpost.models import attention_heads
+from rlpost.models import attention_heads, read_config
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.rollout.vllm_request import check_expanded, sampling_params
 from rlpost.rollout.worker_extension import refresh_head
 from rlpost.types import Completion, FinishReason, Prompt
+
+if not torch.cuda.is_available():
+    # What an engine on a CPU imports once it is made, in 4 seconds: a forkserver that has this module has them too.
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +47,7 @@ class VLLMEngine:
         end_token_ids: tokens that end a completion.
         max_model_len: longest prompt plus completion, in tokens.
         dtype: of its weights; float32 keeps its log-probabilities within about 1e-4 of the trainer's.
-        kv_cache_bytes: memory for keys and values.
+        kv_cache_bytes: most memory for keys and values; less is taken where all completions that run together need less.
         max_num_seqs: completions decoded together.
         enforce_eager: no graph compilation: quicker to start, slower on GPUs.
         block_size: tokens a cache block holds; prompts share whole blocks only.
@@ -78,10 +88,11 @@ class VLLMEngine:
         self._end_token_ids = list(end_token_ids)
         self._max_model_len = max_model_len
         threads = torch.get_num_threads()
+        needed = _cache_bytes(directory, dtype, max_num_seqs * (max_model_len + block_size))
         settings: dict[str, Any] = (
             {"gpu_memory_utilization": gpu_memory_utilization}
             if torch.cuda.is_available()
-            else {"kv_cache_memory_bytes": kv_cache_bytes}
+            else {"kv_cache_memory_bytes": min(kv_cache_bytes, needed)}
         )
         self._llm = LLM(
             model=str(directory),
@@ -155,7 +166,12 @@ class VLLMEngine:
         return {}
 
     def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
+        if torch.cuda.is_available():
+            self._llm.llm_engine.engine_core.shutdown()
+            return
+        # It collects garbage for GPUs' memory, over a million objects that it has unfrozen: three seconds of every run's end.
+        with mock.patch.object(gc, "collect", return_value=0):
+            self._llm.llm_engine.engine_core.shutdown()
 
     def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
         fields = sampling_params(sampling, seed, self._end_token_ids)
@@ -169,6 +185,18 @@ class VLLMEngine:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         reason: FinishReason = "length" if output.finish_reason == "length" else "stop"
         return Completion(token_ids, logprobs, text, reason, policy_version=version)
+
+
+def _cache_bytes(directory: Path, dtype: str, tokens: int) -> int:
+    """Twice the keys and values of so many tokens, so that prompts which others wait for stay too.
+
+    A new cache is written whole, at a second a gigabyte. A model that costs.py does not know gets all that it may have.
+    """
+    try:
+        shape = Shape.from_config(read_config(directory), str(directory))
+    except UserError:
+        return sys.maxsize
+    return 2 * tokens * shape.kv_bytes(getattr(torch, dtype).itemsize)
 
 
 def _placement(tensor_parallel: int) -> dict[str, Any]:

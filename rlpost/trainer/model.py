@@ -5,6 +5,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+# What load_tokenizer and load_model import when they are first called, in a second: a forkserver has it ready.
+import transformers.models.auto.modeling_auto
+import transformers.models.auto.tokenization_auto  # noqa: F401
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -19,13 +19,13 @@ RANKS = [*LIGHT, "cluster=cpu2", "tracking=none", "steps=8", "checkpoint.every=2
 
 
 def test_a_gpu_a_process_needs_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.cluster.local._GPUS", tmp_path / "none")
+    monkeypatch.setattr("rlpost.cluster.node._GPUS", tmp_path / "none")
     with pytest.raises(UserError, match="this machine has no NVIDIA GPU"):
         Local(num_processes="gpu").launch(tmp_path)
     (tmp_path / "gpus").mkdir()
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / "gpus" / name).mkdir()
-    monkeypatch.setattr("rlpost.cluster.local._GPUS", tmp_path / "gpus")
+    monkeypatch.setattr("rlpost.cluster.node._GPUS", tmp_path / "gpus")
     assert Local(num_processes="gpu")._num_processes() == 2
 
 
@@ -56,7 +56,7 @@ def test_stopped_ranks_write_a_checkpoint_and_a_killed_one_ends_the_run_with_its
 
     process = start(work, "run_dir=run", "resume=true")
     wait_for_steps(work / "run", status["step"] + 1, process)
-    os.kill(rank_pids(process.pid)[1], signal.SIGKILL)
+    os.kill(rank_pids(work / "run")[1], signal.SIGKILL)
     killed = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - killed < 30  # what the run promises, not a benchmark
@@ -86,7 +86,7 @@ def test_two_ranks_checkpoint_goes_on_with_other_ranks(uninterrupted: Path, work
 def test_ranks_are_started_again_where_that_is_asked_for(uninterrupted: Path, work: Path) -> None:
     process = start(work, *RANKS, "cluster.max_restarts=1", "run_dir=again")
     wait_for_steps(work / "again", 3, process)
-    os.kill(rank_pids(process.pid)[0], signal.SIGKILL)
+    os.kill(rank_pids(work / "again")[0], signal.SIGKILL)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert exact(work / "again") == exact(uninterrupted)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rlpost.cluster.ray import _cause
 from tests.runs import LIGHT, exact, rlpost, start, wait_for_steps
 from tests.sweep.test_arms import trivial
 
@@ -47,11 +46,6 @@ def test_a_rank_that_dies_ends_the_run_with_its_name(cluster: Any, tmp_path: Pat
     assert "rlpost: rank 1 was ended by SIGKILL" in err
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["error"]) == ("failed", "rank 1 was ended by SIGKILL")
-
-
-def test_a_rank_that_was_killed_is_the_cause_whoever_was_seen_first() -> None:
-    assert _cause([None, 1, 2]) == (1, 1)
-    assert _cause([1, None, -9, -15]) == (2, -9)
 
 
 def test_a_sweep_is_spread_over_the_nodes(cluster: Any, tmp_path: Path) -> None:

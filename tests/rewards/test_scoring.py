@@ -23,7 +23,7 @@ from rlpost.types import Rollout
 from tests.conftest import make_rollout
 
 STATE = TrainingState(step=3, num_steps=12)
-COMMAND = [sys.executable, "-m", "rlpost.scorer"]
+MODULE = "rlpost.scorer"
 
 # What a user might write; the text of a completion says what it shall do.
 FUNCTIONS = """
@@ -81,7 +81,7 @@ def scoring(functions: str) -> Iterator[Callable[..., RewardSum]]:
 
     def make(*names: str, timeout: float = 60.0, on_error: Any = "fail", **settings: Any) -> RewardSum:
         nodes = {name: {"_target_": f"{functions}.{name}", "_partial_": True, **settings} for name in names}
-        processes = ScoringProcesses(COMMAND, names, nodes, timeout=timeout)
+        processes = ScoringProcesses(MODULE, names, nodes, timeout=timeout)
         made.append(RewardSum({}, dict.fromkeys(names, 1.0), processes, on_error))
         return made[-1]
 
@@ -205,7 +205,7 @@ def test_the_training_state_is_passed_on(scoring: Any) -> None:
 
 def test_several_processes_share_the_groups(functions: str) -> None:
     nodes = {"process_id": {"_target_": f"{functions}.process_id", "_partial_": True}}
-    reward = RewardSum({}, {"process_id": 1.0}, ScoringProcesses(COMMAND, ["process_id"], nodes, count=2))
+    reward = RewardSum({}, {"process_id": 1.0}, ScoringProcesses(MODULE, ["process_id"], nodes, count=2))
     groups = [[make_rollout(group_id=g)] for g in range(40)]
     try:
         reward.wait_until_ready()
@@ -222,7 +222,7 @@ def test_several_processes_share_the_groups(functions: str) -> None:
 
 def test_a_function_that_cannot_be_made_is_a_users_error(functions: str) -> None:
     nodes = {"no": {"_target_": f"{functions}.Refuses", "size": 3}}
-    processes = ScoringProcesses(COMMAND, ["no"], nodes)
+    processes = ScoringProcesses(MODULE, ["no"], nodes)
     try:
         with pytest.raises(UserError, match=r"scripted_rewards\.Refuses: size=3: expected less"):
             processes.wait_until_ready()
@@ -238,7 +238,7 @@ def test_no_process_outlives_the_run(functions: str, tmp_path: Path) -> None:
     script = f"""
 import sys, time
 from rlpost.rewards.processes import ScoringProcesses
-pool = ScoringProcesses({COMMAND!r}, ["f"], {{"f": {{"_target_": "{functions}.scripted", "_partial_": True}}}})
+pool = ScoringProcesses({MODULE!r}, ["f"], {{"f": {{"_target_": "{functions}.scripted", "_partial_": True}}}})
 pool.wait_until_ready()
 pool.submit(["f"], {{"completions": ["hang in C"]}})
 print(pool._all[0]._process.pid, flush=True)

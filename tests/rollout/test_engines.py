@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpost.costs import Shape
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.split import user_message
 from rlpost.errors import UserError
@@ -137,7 +137,7 @@ def test_a_seed_repeats_whatever_came_before(engine: Engine, prompts: list[Promp
 
 
 def test_end_tokens_end_and_are_kept(engine: Engine, prompts: list[Prompt], tiny_end_tokens: tuple[int, ...]) -> None:
-    completions = generate(engine, prompts * 30, range(120), Sampling(max_tokens=100))
+    completions = generate(engine, prompts * 16, range(64), Sampling(max_tokens=60))
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     for completion in completions:
         ends = [token in tiny_end_tokens for token in completion.token_ids]
@@ -145,7 +145,7 @@ def test_end_tokens_end_and_are_kept(engine: Engine, prompts: list[Prompt], tiny
         assert not any(ends[:-1])
         assert ends[-1] == (completion.finish_reason == "stop")
         if completion.finish_reason == "length":
-            assert len(completion.token_ids) == 100
+            assert len(completion.token_ids) == 60
 
 
 def test_stop_strings(engine: Engine, prompts: list[Prompt], tiny_tokenizer: Any) -> None:
@@ -237,15 +237,16 @@ def test_a_request_over_the_context_is_refused(engine: Engine, prompts: list[Pro
 
 
 def test_completions_come_while_others_are_sampled(engine: Engine, prompts: list[Prompt], reference: Any) -> None:
-    before = dict(engine.generate(prompts * 30, range(120), Sampling(max_tokens=100)))
-    coming = engine.generate(prompts * 30, range(120), Sampling(max_tokens=100))
+    # More than are sampled together.
+    before = dict(engine.generate(prompts * 17, range(68), Sampling(max_tokens=24)))
+    coming = engine.generate(prompts * 17, range(68), Sampling(max_tokens=24))
     next(coming)
     with torch.no_grad():  # what is sampled after the first was handed over has other weights
         changed = [(n, p + 0.05 * torch.randn_like(p)) for n, p in reference.named_parameters()]
     engine.load_weights(changed, 1)
     after = dict(coming)
     restore(engine, reference)
-    assert len(after) == 119
+    assert len(after) == 67
     assert any(after[place] != before[place] for place in after)
 
 
@@ -361,7 +362,21 @@ def test_groups_are_handed_on_when_whole_and_come_back_in_order() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True)
-def test_the_cache_holds_as_many_tokens_as_rlpost_plan_counts(engine: Engine, tiny_dir: Path) -> None:
-    shape = Shape.from_config(json.loads((tiny_dir / "config.json").read_text()), "tiny")
+def test_the_cache_holds_twice_what_runs_together(engine: Engine) -> None:
+    """Its limit is more: 64 completions of 256 tokens and a part of a block, in blocks of 32."""
     cache = engine._llm.llm_engine.vllm_config.cache_config
-    assert cache.num_gpu_blocks == 2**26 // (cache.block_size * shape.kv_bytes(4))
+    assert cache.block_size == 32
+    assert cache.num_gpu_blocks == 2 * 64 * (256 + 32) // 32
+
+
+@pytest.mark.parametrize(("limit", "given"), [(2**22, 2**22), (2**26, 2 * 64 * 288 * 2 * 2 * 1 * 32 * 4)])
+def test_the_cache_is_no_larger_than_its_limit(
+    limit: int, given: int, tiny_dir: Path, tiny_end_tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token's keys and values: two layers, one head of 32, 4 bytes each."""
+    pytest.importorskip("vllm")
+    from rlpost.rollout import vllm
+
+    monkeypatch.setattr(vllm, "LLM", Mock())
+    vllm.VLLMEngine(tiny_dir, tiny_end_tokens, max_model_len=256, kv_cache_bytes=limit)
+    assert vllm.LLM.call_args.kwargs["kv_cache_memory_bytes"] == given

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from rlpost.errors import UserError
 from rlpost.sweep.arms import Job, Plan, any_failed, choices, clear_failures, job_arguments, named_arms, summary
 from tests import slurm
-from tests.runs import exact, rlpost, rows, start, worker_pids
+from tests.runs import exact, rank_pids, rlpost, rows, start
 from tests.sweep.helpers import make_job, make_plan
 
 TOP = Path(__file__).parents[2]
@@ -165,7 +164,7 @@ def test_a_killed_sweep_goes_on_where_it_was_and_its_table_is_the_same(tmp_path:
     while not second.is_file():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
-    for pid in [process.pid, *worker_pids(process.pid)]:
+    for pid in [process.pid, *rank_pids(second.parent)]:
         os.kill(pid, signal.SIGKILL)
     process.communicate()
     done = tmp_path / "killed/grpo/seed-0/status.json"
@@ -181,13 +180,10 @@ def test_a_killed_sweep_goes_on_where_it_was_and_its_table_is_the_same(tmp_path:
 
 def trivial(cwd: Path, *overrides: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """A multirun of runs that train nothing; its jobs are real ones of the launcher."""
-    command = [sys.executable, "-m", "rlpost", "-m", *overrides, "hydra.sweep.dir=s"]
+    arguments = ["-m", *overrides, "hydra.sweep.dir=s"]
     if "resume=true" not in overrides:
-        command += ["plugins.allow=[trivial]", "cluster._target_=trivial.Trivial", "tracking=none", "steps=6"]
-    environment = {**os.environ, "PYTHONPATH": str(TOP / "benchmarks")}
-    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result
+        arguments += ["plugins.allow=[trivial]", "cluster._target_=trivial.Trivial", "tracking=none", "steps=6"]
+    return rlpost(cwd, *arguments, code=code, PYTHONPATH=str(TOP / "benchmarks"))
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 import csv
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from rlpost.errors import UserError
 from rlpost.sweep import parent_run
 from rlpost.sweep.arms import Plan
 from rlpost.sweep.claims import freeze, token_weights
-from rlpost.sweep.report import write_report
+from rlpost.sweep.report import main, write_report
 from tests.sweep.helpers import make_job, make_plan
 
 ARMS = ["grpo", "d64", "token_mean"]
@@ -104,22 +102,22 @@ def test_token_weights_are_the_papers(tmp_path: Path) -> None:
     assert all(w.deviation <= 2**-52 for w in weights.values())
 
 
-def test_the_command_line(tmp_path: Path) -> None:
-    def report(directory: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rlpost.sweep.report", str(directory)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["rlpost-report", str(tmp_path)])
 
-    nothing = report(tmp_path)
-    assert (nothing.returncode, nothing.stderr) == (
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, *capsys.readouterr()) == (
         2,
+        "",
         f"rlpost-report: {tmp_path}: there is no sweep here (no sweep.json)\n",
     )
     make_plan(tmp_path, ARMS, [0])
     make_job(tmp_path, "grpo", 0, [0.1])
-    done = report(tmp_path)
-    assert done.returncode == 0
-    assert done.stdout.splitlines()[0] == "d64, seed 0: not started"
-    assert done.stdout.splitlines()[-1] == f"report: {tmp_path / 'report/report.html'}"
+    main()
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "d64, seed 0: not started"
+    assert out.splitlines()[-1] == f"report: {tmp_path / 'report/report.html'}"
 
 
 def test_the_sweeps_mlflow_run_holds_the_report_and_its_children(tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ def place(rollout: Rollout) -> tuple[int, int]:
     return rollout.prompt.group_id, rollout.sample_index
 
 
-def main(out: str) -> None:
-    distributed.init()
+def main(out: str, meeting: str | None = None) -> None:
+    distributed.init(None if meeting is None else int(meeting))
     cases = CASES if distributed.world_size() == 4 else {(1, 1): EVERY}
     updates = {grid: {name: update(name, *grid) for name in names} for grid, names in cases.items()}
     distributed.split_context(1)
@@ -120,4 +120,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,26 +1,17 @@
 """Four real gloo ranks against one: every reducer and every loss, sharded, replicated and in context groups."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.runs import run_ranks
 from tests.trainer.ranks_script import CASES
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(num_ranks: int, out: Path) -> dict[str, Any]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, "-m", "tests.trainer.ranks_script", str(out)]
-    result = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_ranks("tests.trainer.ranks_script", num_ranks, str(out))
     return torch.load(out, weights_only=False)
 
 
