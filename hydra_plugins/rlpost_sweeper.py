@@ -9,6 +9,7 @@ sweep:
 """
 
 import argparse
+import gc
 import shlex
 import sys
 from collections.abc import Sequence
@@ -24,8 +25,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from rlpost import provenance
-from rlpost.config import conf_dir, resolve_paths
+from rlpost.config import conf_dir, prepare, resolve_paths
 from rlpost.errors import UserError
+from rlpost.sweep import parent_run
 from rlpost.sweep.arms import (
     Job,
     Plan,
@@ -39,6 +41,12 @@ from rlpost.sweep.arms import (
     unfinished,
 )
 from rlpost.validation import validate
+
+# Their jobs start workers on this machine, with this process's environment.
+LAUNCHERS_HERE = {
+    "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+    "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
+}
 
 
 @dataclass
@@ -63,10 +71,6 @@ class ArmsSweeper(Sweeper):
 
         Raises: UserError before the first job starts, SweepFailedError after the last.
         """
-        # These take seconds to import; Hydra imports this file at every start.
-        from rlpost.sweep import parent_run
-        from rlpost.sweep.report import write_report
-
         sweep_dir = Path(self._config.hydra.sweep.dir).absolute()
         plan = self._resumed(sweep_dir, arguments) if self._config.resume else self._plan(sweep_dir, arguments)
         run_id = parent_run.open_run(plan, sweep_dir, plan.made_with)
@@ -85,6 +89,9 @@ class ArmsSweeper(Sweeper):
                 errors = {job.directory: error for job, done in ends if (error := _error(done))}
             status = "FAILED" if unfinished(sweep_dir, plan.jobs) else "FINISHED"
         finally:
+            from rlpost.sweep.report import write_report  # in seconds, which the jobs need not wait for
+
+            gc.freeze()  # a correction of p-values collects garbage each time
             page, report = write_report(sweep_dir)
             parent_run.close_run(plan, status)
             if status == "KILLED":
@@ -133,6 +140,8 @@ class ArmsSweeper(Sweeper):
             composed = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
             own = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
             validate(own)
+            if self._config.hydra.launcher._target_ in LAUNCHERS_HERE:
+                prepare(own)
         except UserError as error:
             raise UserError(f"arm {job.arm}: {error}") from error
         return provenance.config_hash(own)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.cluster.process import family
-from rlpost.config import build, check_task, conf_dir, resolve_paths
+from rlpost.config import build, check_task, conf_dir, prepare, resolve_paths
 from rlpost.errors import UserError
 from rlpost.explain import explain
 from rlpost.rundir import RunDir
@@ -132,6 +132,7 @@ def _settle(run: RunDir, cfg: DictConfig, code: int) -> None:
 
 def _fresh(output_dir: Path, cfg: DictConfig, overrides: Sequence[str]) -> tuple[RunDir, DictConfig]:
     validate(cfg)
+    prepare(cfg)
     check_task(cfg)
     resolve_paths(cfg)
     run = RunDir(output_dir.absolute())
@@ -161,6 +162,7 @@ def _resumed(output_dir: Path, overrides: Sequence[str]) -> tuple[RunDir, DictCo
     cfg.resume = True
     cfg.run_dir = str(run.path)
     validate(cfg)
+    prepare(cfg)
     run.write_config(cfg, [*run.overrides(), *(change.input_line for change in changes)])
     return run, cfg
 

@@ -126,6 +126,13 @@ def check_task(cfg: DictConfig) -> None:
         raise UserError("task: no prompt is left to train on; hold out fewer, or give held-out rows that differ")
 
 
+def prepare(cfg: DictConfig) -> None:
+    """Let the cluster's processes, where they can be prepared, import what this configuration needs."""
+    cluster = build(cfg.cluster)
+    if hasattr(cluster, "prepare"):
+        cluster.prepare(OmegaConf.to_container(cfg, resolve=True))
+
+
 def resolve_paths(cfg: DictConfig) -> None:
     """Make paths absolute, so that workers and a later resume from elsewhere mean the same files."""
     cfg.run_dir = os.path.abspath(cfg.run_dir)

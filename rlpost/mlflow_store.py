@@ -5,6 +5,17 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+# Some are read when MLflow is imported, and all processes of a run shall have the same. The client's own retries would block
+# for minutes; a new store's migrations are no news; a trace must be there before its assessments, and the sink's own thread
+# keeps the run from waiting.
+for _name, _value in {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",
+}.items():
+    os.environ.setdefault(_name, _value)
+
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 
@@ -13,12 +24,6 @@ def open_client(uri: str) -> Any:
 
     An embedded store's directory is made if it is missing.
     """
-    # The client's own retries would block for minutes.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # a new store's migrations are no news
-    # A trace must be there before its assessments; the sink's own thread keeps the run from waiting.
-    os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
     import mlflow
 
     # Its handler would print a store's tracebacks to the terminal; they belong where everything else is logged.

@@ -250,7 +250,8 @@ def main(listener: int, owner: int, modules: Sequence[str]) -> None:
         importlib.import_module(module)
     gc.freeze()  # what was imported stays, in every child too
     changed = {name: (before.get(name), value) for name, value in os.environ.items() if before.get(name) != value}
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     own = socket.socket(fileno=listener)
     directory = os.path.dirname(own.getsockname())
     _Server(own, socket.socket(fileno=owner), changed).serve()

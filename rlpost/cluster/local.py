@@ -2,14 +2,15 @@
 
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
 from rlpost.cluster import node
-from rlpost.cluster.process import Process, start
+from rlpost.cluster.process import Process, prepare, start
 from rlpost.cluster.ranks import INTERRUPTED, WRONG, cause, conclude, signals_passed_on, watch
 from rlpost.errors import UserError
 from rlpost.status import RunStatus
@@ -28,6 +29,11 @@ class Local:
     num_processes: int | Literal["gpu"] = 1
     threads: int | None = None
     max_restarts: int = 0
+
+    def prepare(self, config: Mapping[str, Any]) -> None:
+        """Have what the workers of a run with this configuration import imported while other things are done."""
+        if self.num_processes != "gpu":
+            prepare(node.environment(self.num_processes, self.threads), _imports(config))
 
     def launch(self, run_dir: Path) -> int:
         """Run to the end. Returns: the workers' exit code. SIGINT and SIGTERM are passed on, once each."""
@@ -48,7 +54,7 @@ class Local:
 
     def _start(self, run_dir: Path, count: int) -> list[Process]:
         environment = node.environment(count, self.threads)
-        imports = _imports(run_dir)
+        imports = _imports(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")))
         if count == 1:
             return [start("rlpost.worker", [str(run_dir)], environment, imports=imports)]
         with socket.create_server(("127.0.0.1", 0)) as meeting:  # rank 0 gets it, so that nobody else takes the port
@@ -77,18 +83,19 @@ class Local:
         return count
 
 
-def _imports(run_dir: Path) -> list[str]:
+def _imports(config: Mapping[str, Any]) -> list[str]:
     """Modules that this run's worker will import, less the users' own, which are nobody else's to have."""
-    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    modules = {"rlpost.worker", *(["mlflow"] if config["tracking"]["uri"] else [])}
+    modules = ["rlpost.worker"]
+    if uri := config["tracking"]["uri"]:
+        modules += ["mlflow", *(["mlflow.store.tracking.sqlalchemy_store"] if uri.startswith("sqlite:") else [])]
 
-    def look_into(node: object) -> None:
-        if isinstance(node, dict):
+    def look_into(node: Any) -> None:
+        if isinstance(node, Mapping):
             target = str(node.get("_target_", ""))
             if target.startswith("rlpost."):
-                modules.add(target.rpartition(".")[0])
-        for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+                modules.append(target.rpartition(".")[0])
+        for inner in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
             look_into(inner)
 
     look_into(config)
-    return sorted(modules)
+    return list(dict.fromkeys(modules))

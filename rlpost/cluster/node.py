@@ -11,6 +11,9 @@ from pathlib import Path
 MALLOC = ":".join(
     f"glibc.malloc.{setting}" for setting in ("hugetlb=1", "mmap_max=0", f"trim_threshold={2**34}", f"top_pad={2**28}")
 )
+# Each library's name for its threads. A launcher that runs jobs side by side (joblib) sets some of them for its own processes.
+_THREADS = [f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "BLIS", "NUMBA", "NUMEXPR")]
+_THREADS.append("VECLIB_MAXIMUM_THREADS")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -21,11 +24,12 @@ def environment(num_processes: int, threads: int | None) -> dict[str, str]:
         num_processes: of this node, which share its cores where `threads` is None.
         threads: CPU threads of each.
     """
-    variables = {**os.environ, "OMP_NUM_THREADS": str(threads or max(1, available_cores() // num_processes))}
-    variables["TOKENIZERS_PARALLELISM"] = "false"
+    count = str(threads or max(1, available_cores() // num_processes))
+    variables = {**os.environ, **dict.fromkeys(_THREADS, count), "TOKENIZERS_PARALLELISM": "false"}
     variables.setdefault("PYTHONUNBUFFERED", "1")
     variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     variables.setdefault("GLIBC_TUNABLES", MALLOC)
+    variables.setdefault("KMP_INIT_AT_FORK", "FALSE")  # scikit-learn sets it in each process that imports it
     variables.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # a forkserver has one thread
     return variables
 

@@ -32,6 +32,7 @@ FAMILY = "RLPOST_FORKSERVERS"  # the family's directory; an empty value turns fo
 # Variables that no library reads while it is imported: processes that differ in nothing else can be forks of one server.
 _PER_PROCESS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _PER_PROCESS |= {
+    "ENABLE_IPC",  # joblib's
     "PYTHONPATH",
     "PWD",
     "OLDPWD",
@@ -44,6 +45,7 @@ _PER_PROCESS |= {
     CHANGED,
 }
 _MOST_SERVERS = 128
+_started: list["subprocess.Popen[bytes]"] = []  # servers, by this process
 
 
 class Process(Protocol):
@@ -108,6 +110,12 @@ def start(
     )
 
 
+def prepare(environment: Mapping[str, str], imports: Sequence[str]) -> None:
+    """Have a server ready for processes that will be started so, without waiting for it; nothing without a family."""
+    with suppress(OSError):
+        _server(_before_imports(environment), imports)
+
+
 def _before_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Without what the imports of this process's own server set: those of another process may set something else."""
     variables = dict(environment)
@@ -141,6 +149,8 @@ def family() -> Iterator[None]:
             yield
         finally:
             del os.environ[FAMILY]
+            while _started:
+                _started.pop().terminate()  # one that still imports; afterwards it does not listen to this
 
 
 def _exists(directory: Path) -> bool:
@@ -180,7 +190,7 @@ def _start_server(path: Path, variables: Mapping[str, str], imports: Sequence[st
         listener.listen(_MOST_SERVERS)
         descriptors = (listener.fileno(), owner.fileno())
         # -P: neither the directory nor PYTHONPATH of the first child is the others'.
-        subprocess.Popen(
+        server = subprocess.Popen(
             [sys.executable, "-P", "-m", "rlpost.cluster.forkserver", *map(str, descriptors), *imports],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -189,6 +199,7 @@ def _start_server(path: Path, variables: Mapping[str, str], imports: Sequence[st
             pass_fds=descriptors,
             start_new_session=True,
         )
+    _started.append(server)
 
 
 def _socket() -> socket.socket:

@@ -6,6 +6,7 @@ report/report.html opens from the disk without a network; table.csv and curves.c
 import argparse
 import base64
 import csv
+import gc
 import logging
 import math
 import sys
@@ -31,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="rlpost-report", description="Write a sweep's report, finished or not.")
     parser.add_argument("sweep_dir", type=Path, metavar="DIR", help="outputs/sweeps/<name>/<id>")
     logging.basicConfig(format="rlpost: %(message)s")
+    gc.freeze()  # a correction of p-values collects garbage each time
     try:
         page, report = write_report(parser.parse_args().sweep_dir.absolute())
     except UserError as error:
