@@ -1,5 +1,6 @@
 """Shared by all tests: no hub, few threads, small rollouts built by hand."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,6 +41,10 @@ def pytest_configure() -> None:
     torch.set_num_threads(threads)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # Triton reports what it finds frozen at the end as leaks
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "slow" not in item.keywords)  # the long files first, so that no worker waits at the end
     if not torch.cuda.is_available():
@@ -53,6 +58,12 @@ def _forkservers() -> Iterator[None]:
     """Processes that these tests start are forks of one that has the imports."""
     with family():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Engines and statistics collect garbage as they go, half a second each time over all that is loaded."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,13 @@ def rlpost(cwd: Path, *overrides: str, code: int = 0, **own: str) -> subprocess.
     return subprocess.CompletedProcess(started.args, code, out, err)
 
 
+def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One of the other commands, to its end."""
+    started = Started(Path.cwd(), arguments, module)
+    out, err = started.communicate()
+    return subprocess.CompletedProcess(started.args, started.returncode, out, err)
+
+
 def run_ranks(module: str, count: int, *arguments: str) -> None:
     """Run a module as ranks that find each other, to the end of all; rank 0 gets the socket at which they meet, too."""
     root = Path(__file__).parents[1]

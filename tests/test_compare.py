@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from rlpost.objective.advantages import GroupAdvantage
 from rlpost.objective.reducers import ConstantDivisor, SequenceMean
 from rlpost.tracking import Tracker
 from tests.conftest import make_rollout
+from tests.runs import command
 
 CONFIG = "evaluation: {correct_function: null, correct_threshold: 1.0}\nrollout: {max_tokens: 8}\n"
 
@@ -51,9 +50,8 @@ def test_scale_cosine_and_shares_by_hand(run: Path) -> None:
 
 
 def test_the_command_prints_and_writes(run: Path) -> None:
-    command = [sys.executable, "-m", "rlpost.compare", str(run), "--step", "3"]
     arms = ["--arms", "drgrpo/grpo", "drgrpo/drgrpo:divisor=10"]
-    result = subprocess.run([*command, *arms], capture_output=True, text=True, timeout=60)
+    result = command("rlpost.compare", str(run), "--step", "3", *arms)
     assert result.returncode == 0, result.stderr
     assert "drgrpo/drgrpo:divisor=10" in result.stdout
     rows = json.loads((run / "compare" / "step-000003.json").read_text())
@@ -72,8 +70,7 @@ def test_the_command_prints_and_writes(run: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_one_line(run: Path, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "rlpost.compare", str(run), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = command("rlpost.compare", str(run), *arguments)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     import re

@@ -10,7 +10,7 @@ from tests.runs import assert_equal, exact, rlpost, rows, weights
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two starts of 135 million weights
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
-SIZES = ["prompts_per_step=2", "samples_per_prompt=4", "steps=2", "rollout.max_tokens=12", "tracking=none"]
+SIZES = ["prompts_per_step=2", "samples_per_prompt=2", "steps=2", "rollout.max_tokens=12", "tracking=none"]
 
 
 # So short an answer is hardly ever right: the completions of a group would all have the same reward, and no gradient.
@@ -30,7 +30,7 @@ def test_the_default_model_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pyte
     for row in rows(whole):
         assert row["rollout/logprob_diff_max"] < 1e-3
         assert row["reward/errors"] == row["reward/not_applicable"] == 0
-        assert row["reward/places/mean"] == 1.5
+        assert row["reward/places/mean"] == 0.5
         assert row["policy/grad_norm"] > 0
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints/step-000002")

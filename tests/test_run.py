@@ -1,8 +1,6 @@
 """Whole runs through the command line: real processes, real engines, the tiny model."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import mlflow
 import pyarrow.parquet as pq
 import pytest
 
-from tests.runs import LIGHT, TINY, assert_equal, exact, rlpost, rows, weights
+from tests.runs import LIGHT, TINY, Started, assert_equal, exact, rlpost, rows, weights
 
 pytestmark = pytest.mark.slow
 
@@ -138,12 +136,13 @@ def test_workers_that_never_began_do_not_leave_the_last_runs_state(
     assert status["error"] == "the workers ended with exit code 3"
 
 
-def test_what_asked_to_be_called_at_the_end_of_a_worker_is() -> None:
-    program = (
-        "import atexit; from rlpost.worker import _leave; atexit.register(print, 'called'); print('left'); _leave(3)"
+def test_what_asked_to_be_called_at_the_end_of_a_worker_is(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(
+        "import atexit\nfrom rlpost.worker import _leave\natexit.register(print, 'called')\nprint('left')\n_leave(3)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stdout) == (3, "left\ncalled\n")
+    ended = Started(tmp_path, [], "leaves")
+    out, _ = ended.communicate()
+    assert (ended.returncode, out) == (3, "left\ncalled\n")
 
 
 def test_it_learns(work: Path) -> None:

@@ -17,7 +17,11 @@ from pathlib import Path
 import mlflow
 import pyarrow.parquet as pq
 import pytest
+from omegaconf import OmegaConf
 
+from rlpost.__main__ import _settle
+from rlpost.cluster.ranks import LOST_PEERS, conclude
+from rlpost.rundir import RunDir
 from rlpost.tracking import MetricsFile, MlflowSink, Tracker
 from tests.conftest import make_rollout
 
@@ -235,3 +239,15 @@ def test_a_server_that_stays_away_is_named(server: Server, tmp_path: Path, caplo
     assert "it lacks" in caplog.text
     assert "the status FINISHED" in caplog.text
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_a_rank_that_was_killed_leaves_no_running_run_in_mlflow(sqlite: str, tmp_path: Path) -> None:
+    """The launcher says in status.json which rank it was; the rank itself could not tell MLflow."""
+    client = mlflow.MlflowClient(tracking_uri=sqlite)
+    run_id = client.create_run(client.create_experiment("e")).info.run_id
+    run = RunDir(tmp_path)
+    run.set_state("running", mlflow_run_id=run_id)
+    assert conclude({0: -signal.SIGKILL, 1: LOST_PEERS}, run) == 1
+    _settle(run, OmegaConf.create({"tracking": {"uri": sqlite}}), 1)
+    assert client.get_run(run_id).info.status == "FAILED"
+    assert run.status()["error"] == "rank 0 was ended by SIGKILL"

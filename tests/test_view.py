@@ -4,7 +4,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,6 +13,7 @@ from rlpost.errors import UserError
 from rlpost.tracking import completions_table
 from rlpost.view import parse_steps, read_groups, spread_steps
 from tests.conftest import make_rollout
+from tests.runs import command
 
 CONFIG = """
 name: small
@@ -68,7 +68,7 @@ def test_steps_are_chosen(tmp_path: Path) -> None:
 
 
 def view(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "rlpost.view", *arguments], capture_output=True, text=True)
+    return command("rlpost.view", *arguments)
 
 
 def test_the_page_is_whole_and_safe(tmp_path: Path) -> None:

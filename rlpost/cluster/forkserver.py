@@ -71,10 +71,13 @@ class Request:
     def receive(connection: socket.socket) -> "Request":
         """Raises: EOFError if whoever asked is gone already."""
         header, descriptors, _, _ = socket.recv_fds(connection, _HEADER, _MOST_DESCRIPTORS)
-        if len(header) < _HEADER:
-            raise EOFError
+        length = int.from_bytes(header, "big")
         with connection.makefile("rb") as stream:
-            text = stream.read(int.from_bytes(header, "big"))
+            text = stream.read(length)
+        if len(header) < _HEADER or len(text) < length:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise EOFError
         return Request(**json.loads(text), descriptors=descriptors)
 
 

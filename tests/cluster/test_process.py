@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -264,6 +265,17 @@ def test_a_server_has_one_thread_no_cuda_context_and_no_file_open_when_it_forks(
         ".log",
         ".log",
     ]  # its own streams
+
+
+def test_a_request_that_breaks_off_harms_no_other(servers: None, tmp_path: Path) -> None:
+    settings = with_helper({}, tmp_path)
+    server = probe(tmp_path, **settings)["parent"]
+    (path,) = [file.with_suffix("") for file in Path(os.environ[FAMILY]).glob("*.json")]
+    for sent in (b"", b"\0\0", b"\0\0\1\0{"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(sent)
+    assert probe(tmp_path, **settings)["parent"] == server
 
 
 def test_a_fork_can_be_asked_and_signalled(servers: None, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def wait_for_state(job: str, wanted: str) -> None:
 
 @pytest.mark.slow
 def test_a_job_runs_is_queued_again_and_goes_on(cluster: None, tmp_path: Path) -> None:
-    rlpost(tmp_path, *JOB, "run_dir=whole")
+    rlpost(tmp_path, *JOB, "cluster=cpu", "cluster.threads=1", "run_dir=whole")
     process = start(tmp_path, *JOB, "run_dir=run")
     wait_for_steps(tmp_path / "run", 3, process)
     # What Slurm sends before the time limit, or before it pre-empts: a checkpoint, and the queue.

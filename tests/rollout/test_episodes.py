@@ -211,12 +211,12 @@ def test_sampled_logprobs_are_the_trainers_in_every_turn(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
     episodes = Episodes(engine, Says("go on", "and?"), reply_format, 8)
-    completions = generate(episodes, [prompt] * 24, range(24), Sampling(max_tokens=120, stop=tuple("aeiou12345")))
+    completions = generate(episodes, [prompt] * 16, range(16), Sampling(max_tokens=120, stop=tuple("aeiou12345")))
     turns = [sum(message["role"] == "assistant" for message in c.messages) for c in completions]
     assert max(turns) == 3
     for completion in completions:
         mask = torch.tensor(completion.sampled)
         expected = trainer_logprobs(model, prompt, completion, 1.0)
         torch.testing.assert_close(torch.tensor(completion.rollout_logprobs)[mask], expected[mask], rtol=0, atol=1e-4)
-    again = generate(episodes, [prompt] * 24, range(24), Sampling(max_tokens=120, stop=tuple("aeiou12345")))
+    again = generate(episodes, [prompt] * 16, range(16), Sampling(max_tokens=120, stop=tuple("aeiou12345")))
     assert again == completions
