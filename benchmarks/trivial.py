@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,14 @@ from rlpost.rundir import RunDir
 class Trivial:
     """Writes a run's files in place of its workers: a reward that climbs by `slope` a step from one of the seed's.
 
-    Attributes: fail_seed: the seed whose run fails instead.
+    Attributes:
+        fail_seed: the seed whose run fails instead.
+        processes: a job goes on once so many processes have begun one of the sweep.
     """
 
     slope: float = 0.1
     fail_seed: int | None = None
+    processes: int = 1
     num_processes: int = 1
     threads: int | None = None
     max_restarts: int = 0
@@ -25,6 +29,13 @@ class Trivial:
         run = RunDir(run_dir)
         cfg = run.config()
         (run_dir / "started_by").write_text(str(os.getppid()), encoding="utf-8")  # on Ray: the node's own process
+        deadline = time.monotonic() + 60
+        while (
+            len({text for file in run_dir.parent.glob("*/started_by") if (text := file.read_text())}) < self.processes
+        ):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.processes} processes were to begin a job")
+            time.sleep(0.05)
         if cfg.seed == self.fail_seed:
             run.set_state("failed", error="RuntimeError: fail_seed")
             return 1

@@ -40,9 +40,9 @@ _PER_PROCESS |= {
     "_",
     "PYTEST_CURRENT_TEST",
     "HYDRA_FULL_ERROR",
+    "RAY_ADDRESS",
+    "SLURM_CONF",
     FAMILY,
-    SERVER,
-    CHANGED,
 }
 _MOST_SERVERS = 128
 _started: list["subprocess.Popen[bytes]"] = []  # servers, by this process
@@ -117,8 +117,8 @@ def prepare(environment: Mapping[str, str], imports: Sequence[str]) -> None:
 
 
 def _before_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what the imports of this process's own server set: those of another process may set something else."""
-    variables = dict(environment)
+    """Without what this process has as a fork: the imports of another process may set something else."""
+    variables = {name: value for name, value in environment.items() if name not in (SERVER, CHANGED)}
     for name, (before, after) in json.loads(os.environ.get(CHANGED, "{}")).items():
         if variables.get(name) == after:
             del variables[name]

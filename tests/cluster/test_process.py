@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from rlpost.cluster import node
-from rlpost.cluster.process import FAMILY, Process, family, start
+from rlpost.cluster.forkserver import CHANGED, SERVER
+from rlpost.cluster.process import FAMILY, Process, _before_imports, family, start
 from tests.runs import IMPORTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
@@ -243,6 +244,12 @@ def test_variables_that_imports_set_are_a_forks_own_and_do_not_part_it_from_its_
     first, second = out.splitlines()
     assert first == second
     assert first.endswith(" 1")  # as rlpost.rollout.vllm sets it
+
+
+def test_what_a_process_has_as_a_fork_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANGED, json.dumps({"NEW": [None, "1"], "OTHER": ["x", "y"], "CHOSEN": ["x", "y"]}))
+    own = {"NEW": "1", "OTHER": "y", "CHOSEN": "z", "KEPT": "k", SERVER: "a socket", CHANGED: "some"}
+    assert _before_imports(own) == {"OTHER": "x", "CHOSEN": "z", "KEPT": "k"}
 
 
 IDLE = """

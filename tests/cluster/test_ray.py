@@ -55,7 +55,9 @@ def test_a_sweep_is_spread_over_the_nodes(cluster: Any, tmp_path: Path) -> None:
         "+hydra.launcher.ray.init.object_store_memory=null",
     ]
     launcher += ["+hydra.launcher.ray.remote.num_cpus=1"]
-    result = trivial(tmp_path, *launcher, "+cluster.slope=0.1,0.2", "seed=0,1", "+cluster.fail_seed=1", code=1)
+    # A job is not over before another one has begun, for which its own node has no room.
+    jobs = ["+cluster.slope=0.1,0.2", "seed=0,1", "+cluster.fail_seed=1", "+cluster.processes=2"]
+    result = trivial(tmp_path, *launcher, *jobs, code=1)
     assert f"cluster.slope=0.2, seed 1: failed: RuntimeError: fail_seed ({tmp_path}/s/3/run.log)" in result.stderr
     assert "2 of 4 jobs finished" in result.stderr
     results = [json.loads((tmp_path / f"s/{job}/result.json").read_text()) for job in (0, 2)]
