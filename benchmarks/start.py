@@ -1,4 +1,4 @@
-"""What a job of a sweep takes until its first step begins, where that goes, and how much of a sweep is steps and evaluation.
+"""Core-seconds of a job's start in a sweep, by their parts, and the share of a sweep that is steps and evaluation.
 
 python -m benchmarks.start [JOBS]                    starts on the tiny model, each a fork, one thread
 python -m benchmarks.start phases                    where they go: prints a table, draws docs/start.png

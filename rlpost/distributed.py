@@ -76,7 +76,7 @@ def shutdown() -> None:
 
 
 def is_loss_of_peers(error: BaseException | None) -> bool:
-    """Whether an operation failed because other ranks are gone, or do not answer: the fault is theirs.
+    """An operation failed because other ranks are gone, or do not answer: the fault is theirs.
 
     Gloo has no error class of its own: its messages name the file of its sources that saw the connection end.
     """

@@ -80,7 +80,7 @@ class Started:
         return self._process.wait()
 
     def communicate(self, timeout: float = 280) -> tuple[str, str]:
-        """What it printed until its end. Raises: subprocess.TimeoutExpired."""
+        """Wait for its end. Returns: its output and its errors. Raises: subprocess.TimeoutExpired."""
         self._process.wait(timeout)
         texts = []
         for stream in (self._out, self._err):

@@ -41,7 +41,7 @@ _FREE = 100  # descriptors that a child is given are first moved above this numb
 
 @dataclass(frozen=True)
 class Request:
-    """What to run.
+    """A module that is to run in a process of its own.
 
     Attributes:
         module: as behind `python -m`.
@@ -220,7 +220,7 @@ def run_as_main(module: str, arguments: Sequence[str]) -> int:
 
 
 def search_path(server_path: Sequence[str], directory: str, pythonpath: str) -> list[str]:
-    """What a new interpreter in the directory would search: it, PYTHONPATH's entries, and the installation.
+    """A new interpreter's search path in the directory: it, PYTHONPATH's entries, and the installation.
 
     Args: server_path: of a server that has neither of its own (it is started with -P, and its PYTHONPATH is the children's).
     """

@@ -1,4 +1,4 @@
-"""What a node gives its workers: cores, GPUs, and the environment that they start in."""
+"""A node's cores and GPUs, and the environment that its workers start in."""
 
 import ctypes
 import os
