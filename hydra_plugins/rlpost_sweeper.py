@@ -135,7 +135,7 @@ class ArmsSweeper(Sweeper):
         return replace(plan, jobs=tuple(replace(job, config_hash=self._validate(job)) for job in plan.jobs))
 
     def _validate(self, job: Job) -> str:
-        """Returns: the hash of the job's configuration. Raises: UserError that names the arm."""
+        """Its workers' imports begin as well. Returns: the hash of its configuration. Raises: UserError that names the arm."""
         try:
             composed = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
             own = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])

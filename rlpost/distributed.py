@@ -75,16 +75,13 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def is_loss_of_peers(error: BaseException | None) -> bool:
-    """An operation failed because other ranks are gone, or do not answer: the fault is theirs.
+def is_loss_of_peers(error: Exception) -> bool:
+    """An operation between ranks failed because others are gone, or do not answer: the fault is theirs.
 
-    Gloo has no error class of its own: its messages name the file of its sources that saw the connection end.
+    Gloo has no error class of its own: its messages name the file of its sources that saw the connection end. What follows
+    from such an error, such as a run that has lost its last rollout server, is another one.
     """
-    while error is not None:
-        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return world_size() > 1 and (isinstance(error, dist.DistError) or "gloo/transport" in str(error))
 
 
 def _backend(device: str) -> str:

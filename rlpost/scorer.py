@@ -32,9 +32,7 @@ def main(descriptor: str) -> None:
 def _use_one_thread() -> None:
     """The other cores are the engine's. Libraries that are loaded already, in a fork, do not look at the variable again."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.pop(
-        "GLIBC_TUNABLES", None
-    )  # the trainer's memory settings, which a program started from here need not have
+    os.environ.pop("GLIBC_TUNABLES", None)  # the trainer's, which a program started from here need not have
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     if "numpy" in sys.modules:

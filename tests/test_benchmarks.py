@@ -1,4 +1,4 @@
-"""What the benchmarks conclude, from numbers made by hand."""
+"""Conclusions of the benchmarks, from numbers made by hand."""
 
 import json
 import os

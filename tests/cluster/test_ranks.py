@@ -5,7 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlpost import distributed
 from rlpost.cluster.ranks import LOST_PEERS, cause, conclude, watch
 from rlpost.status import RunStatus
 
@@ -49,6 +51,23 @@ def test_a_rank_that_failed_by_itself_is_named_before_those_that_lost_it(
 ) -> None:
     for order in itertools.permutations(codes.items()):
         assert cause(dict(order)) == named
+
+
+@pytest.mark.parametrize(
+    ("error", "others", "lost"),
+    [
+        (RuntimeError("[.../gloo/transport/tcp/pair.cc:547] Connection closed by peer"), 1, True),
+        (torch.distributed.DistNetworkError("the store does not answer"), 1, True),
+        (RuntimeError("[.../gloo/transport/tcp/pair.cc:547] Connection closed by peer"), 0, False),
+        (RuntimeError("no rollout server is left"), 1, False),
+    ],
+)
+def test_only_a_rank_with_others_can_lose_them(
+    error: Exception, others: int, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error.__cause__ = RuntimeError("gloo/transport: the link to a server")  # no rank's, and not what failed
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1 + others)
+    assert distributed.is_loss_of_peers(error) == lost
 
 
 @pytest.mark.parametrize("seen_first", [0, 1])
