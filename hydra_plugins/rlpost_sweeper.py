@@ -9,7 +9,6 @@ sweep:
 """
 
 import argparse
-import gc
 import shlex
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from rlpost import provenance
+from rlpost.cluster import node, process
 from rlpost.config import conf_dir, prepare, resolve_paths
 from rlpost.errors import UserError
 from rlpost.sweep import parent_run
@@ -62,6 +62,7 @@ class ArmsSweeper(Sweeper):
         HydraConfig.instance().set_config(config)  # names in the configuration refer to it
         self._context = hydra_context
         self._config = config
+        self._composed: dict[tuple[str, ...], DictConfig] = {}  # by overrides, the seed's left out
         self._launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -89,19 +90,26 @@ class ArmsSweeper(Sweeper):
                 errors = {job.directory: error for job, done in ends if (error := _error(done))}
             status = "FAILED" if unfinished(sweep_dir, plan.jobs) else "FINISHED"
         finally:
-            from rlpost.sweep.report import write_report  # in seconds, which the jobs need not wait for
-
-            gc.freeze()  # a correction of p-values collects garbage each time
-            page, report = write_report(sweep_dir)
+            is_reported = self._report(sweep_dir)
             parent_run.close_run(plan, status)
             if status == "KILLED":
                 print(*summary(sweep_dir, plan), sep="\n")
-        print(*report.sentences, sep="\n")
-        lines = [*summary(sweep_dir, plan, errors), f"report: {page}"]
-        if status == "FAILED":
+        lines = summary(sweep_dir, plan, errors)
+        if not is_reported:
+            lines.append(f"the report is missing, for the reason above; to write it: rlpost-report {sweep_dir}")
+        if status == "FAILED" or not is_reported:
             raise SweepFailedError("\n".join(lines))
         print(*lines, sep="\n")
         return returns
+
+    def _report(self, sweep_dir: Path) -> bool:
+        """Write the report and print what it says. Returns: whether it was written.
+
+        A process of its own does it: where the jobs' workers are forks it is one too, with most of its imports done.
+        """
+        sys.stdout.flush()
+        environment = node.environment(1, self._config.cluster.get("threads"))
+        return process.start("rlpost.sweep.report", [str(sweep_dir)], environment).wait() == 0
 
     def _resumed(self, sweep_dir: Path, arguments: Sequence[str]) -> Plan:
         for argument in arguments:
@@ -137,14 +145,22 @@ class ArmsSweeper(Sweeper):
     def _validate(self, job: Job) -> str:
         """Its workers' imports begin as well. Returns: the hash of its configuration. Raises: UserError that names the arm."""
         try:
-            composed = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
-            own = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+            own = self._compose(job)
             validate(own)
             if self._config.hydra.launcher._target_ in LAUNCHERS_HERE:
                 prepare(own)
         except UserError as error:
             raise UserError(f"arm {job.arm}: {error}") from error
         return provenance.config_hash(own)
+
+    def _compose(self, job: Job) -> DictConfig:
+        """The job's configuration, less Hydra's part. Composing takes half a second, so an arm's seeds share it."""
+        arm = tuple(override for override in job.overrides if not override.startswith("seed="))
+        if arm not in self._composed:
+            composed = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
+            self._composed[arm] = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+        self._composed[arm].seed = job.seed
+        return self._composed[arm]
 
 
 def _resume_command() -> str:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from rlpost.cluster.node import end_with_parent
 
 # The trainer's place among its ranks would make the server look for a process group of its own there.
@@ -110,7 +112,10 @@ def _environment(variables: Mapping[str, str], threads: int | None, eager: bool)
         own["OMP_NUM_THREADS"] = str(threads)
     if eager:
         own["TORCH_COMPILE_DISABLE"] = "1"
-    own |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # new weights need the first
+    own |= {"VLLM_SERVER_DEV_MODE": "1"}  # new weights need it
+    # Of the server's interface its engine is a process of its own whatever this says; on a CPU "1" makes a third one of the
+    # model's worker, whose imports and memory nothing is gained by: the threads are set here.
+    own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if torch.cuda.is_available() else "0"}
     own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     return own
 
