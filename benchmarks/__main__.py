@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import against_trl, floor, growth, overhead, page, plan
 from benchmarks.common import ROOT, cpu
-from rlpost import provenance
+from rlpost.record import provenance
 
 NAMES = ["against_trl", "floor", "memory", "growth", "overhead", "plan"]
 

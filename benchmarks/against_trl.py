@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from benchmarks.common import NO_CHECKPOINTS, module, rlpost, run, spread
 from rlpost.cluster.node import MALLOC
 from rlpost.data.tasks import Addition
-from rlpost.products import has_bfloat16
+from rlpost.objective.matmul import has_bfloat16
 
 # 1 where the answer's last letter is in the alphabet's first half: 0 or 1 by chance, the same on both sides.
 COIN = r"[a-mA-M][^a-zA-Z]*$"

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlpost.cluster.node import available_cores
 from rlpost.cluster.process import FAMILY
-from rlpost.costs import Shape
+from rlpost.planning.costs import Shape
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,7 +111,7 @@ def default_model() -> Path:
     """The directory of the default experiment's model."""
     from omegaconf import OmegaConf
 
-    from rlpost.config import build
+    from rlpost.config.build import build
 
     return build(OmegaConf.load(ROOT / "conf/model/smollm2-135m.yaml")).directory()
 

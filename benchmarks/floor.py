@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.against_trl import BF16, ours, prompts
 from benchmarks.common import median_seconds, model_shape, module, run
 from rlpost.cluster.node import MALLOC
-from rlpost.products import has_bfloat16
+from rlpost.objective.matmul import has_bfloat16
 
 OPERANDS = 6  # sets of operands to go round: together they are larger than the cache
 
@@ -35,7 +35,7 @@ def _product(m: int, k: int, n: int, dtype_name: str) -> float:
     """Seconds of [m, k] x [k, n]."""
     import torch
 
-    from rlpost.products import times_transposed
+    from rlpost.objective.matmul import times_transposed
 
     key = (m, k, n, dtype_name)
     if key not in _known:

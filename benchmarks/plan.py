@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.common import default_model, make_policy, model_shape, module, run, synthetic
 from rlpost.cluster.node import MALLOC
-from rlpost.costs import Batch
-from rlpost.estimate import Setting, phases, trainer_memory
-from rlpost.hardware import Machine
+from rlpost.planning.costs import Batch
+from rlpost.planning.estimate import Setting, phases, trainer_memory
+from rlpost.planning.hardware import Machine
 
 BATCH = Batch(groups=8, samples=8, prompt=40, completion=26, budget=2048)
 ENGINE_STEP = 0.02  # docs/performance.md: Python an engine step
@@ -49,7 +49,7 @@ def counts() -> dict[str, tuple[float, float]]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from rlpost.data.packing import pack
-    from rlpost.models import end_token_ids, load_tokenizer
+    from rlpost.models.sources import end_token_ids, load_tokenizer
     from rlpost.rollout.vllm import VLLMEngine
     from rlpost.trainer.checkpoint import Checkpoints
     from rlpost.trainer.model import _hidden_states

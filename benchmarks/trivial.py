@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpost.rundir import RunDir
+from rlpost.record.rundir import RunDir
 
 
 @dataclass(frozen=True)

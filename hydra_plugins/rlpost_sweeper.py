@@ -23,10 +23,11 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost import provenance
 from rlpost.cluster import node, process
-from rlpost.config import conf_dir, prepare, resolve_paths
+from rlpost.config.build import conf_dir, prepare, resolve_paths
+from rlpost.config.validation import validate
 from rlpost.errors import UserError
+from rlpost.record import provenance
 from rlpost.sweep import parent_run
 from rlpost.sweep.arms import (
     Job,
@@ -40,7 +41,6 @@ from rlpost.sweep.arms import (
     summary,
     unfinished,
 )
-from rlpost.validation import validate
 
 # Their jobs start workers on this machine, with this process's environment.
 LAUNCHERS_HERE = {
@@ -109,7 +109,7 @@ class ArmsSweeper(Sweeper):
         """
         sys.stdout.flush()
         environment = node.environment(1, self._config.cluster.get("threads"))
-        return process.start("rlpost.sweep.report", [str(sweep_dir)], environment).wait() == 0
+        return process.start("rlpost.commands.report", [str(sweep_dir)], environment).wait() == 0
 
     def _resumed(self, sweep_dir: Path, arguments: Sequence[str]) -> Plan:
         for argument in arguments:

@@ -1,7 +1,8 @@
 """What a user can cause, told apart from what is a defect of the program."""
 
+import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 
@@ -20,3 +21,14 @@ def run_command(name: str, main: Callable[[], int]) -> NoReturn:
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def nearest(word: str, valid: Iterable[str], most: int = 12) -> str:
+    """ "; did you mean 'x'?" for the closest valid name, else "; valid: a, b, c"; empty if there is none."""
+    names = sorted(map(str, valid))
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    if not names:
+        return ""
+    return "; valid: " + ", ".join(names[:most]) + (", ..." if len(names) > most else "")

@@ -13,14 +13,14 @@ import torch
 from rlpost import distributed
 from rlpost.data.stream import PromptStream
 from rlpost.evaluate import Correctness, Evaluator
-from rlpost.filters import GroupFilter, RewardProcessor
-from rlpost.metrics import rollout_metrics
 from rlpost.objective.advantages import Advantage, Stateful, normalize_then_sum
-from rlpost.progress import StepProgress
+from rlpost.record.metrics import rollout_metrics
+from rlpost.record.progress import StepProgress
+from rlpost.record.tracker import Tracker
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.function import TrainingState
 from rlpost.rollout.engine import Engine, Sampling, sample_groups
-from rlpost.tracking import Tracker
+from rlpost.rollout.filters import GroupFilter, RewardProcessor
 from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.policy import Policy
 from rlpost.types import Prompt, Rollout

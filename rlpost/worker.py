@@ -24,10 +24,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
-from rlpost import distributed, provenance
+from rlpost import distributed
 from rlpost.cluster.node import name_process
 from rlpost.cluster.ranks import LOST_PEERS
-from rlpost.config import build, flat, reward_nodes
+from rlpost.config.build import build, flat, reward_nodes
 from rlpost.data.mixture import named
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.stream import PromptStream
@@ -35,17 +35,26 @@ from rlpost.data.vision import Vision
 from rlpost.errors import UserError
 from rlpost.evaluate import Correctness, Evaluator
 from rlpost.loop import Interrupted, Loop, LoopSettings
-from rlpost.models import context_of, end_token_ids, load_processor, load_tokenizer, placeholder_token_ids, takes_images
+from rlpost.models.sources import (
+    context_of,
+    end_token_ids,
+    load_processor,
+    load_tokenizer,
+    placeholder_token_ids,
+    takes_images,
+)
 from rlpost.objective.logprobs import SamplingDistribution
+from rlpost.objective.matmul import has_bfloat16
 from rlpost.objective.objective import Objective
-from rlpost.products import has_bfloat16
-from rlpost.progress import StepProgress
+from rlpost.record import provenance
+from rlpost.record.mlflow_sink import MlflowSink
+from rlpost.record.progress import StepProgress
+from rlpost.record.rundir import RunDir
+from rlpost.record.tracker import Tracker
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.processes import ScoringProcesses
 from rlpost.rollout.engine import Sampling, with_own_settings
 from rlpost.rollout.episodes import Episodes, ReplyFormat
-from rlpost.rundir import RunDir
-from rlpost.tracking import MlflowSink, Tracker
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.lora import WithoutAdapters, add_adapters
@@ -266,7 +275,9 @@ def _reward(cfg: DictConfig) -> RewardSum:
     beside = {name: node.target for name, node in nodes.items() if node.runs_in == "processes"}
     processes = None
     if beside:
-        processes = ScoringProcesses("rlpost.scorer", list(beside), beside, cfg.scoring.processes, cfg.scoring.timeout)
+        processes = ScoringProcesses(
+            "rlpost.rewards.worker", list(beside), beside, cfg.scoring.processes, cfg.scoring.timeout
+        )
     only = {name: frozenset(node.tasks) for name, node in nodes.items() if node.tasks is not None}
     here = {name: build(node.target) for name, node in nodes.items() if name not in beside}
     weights = {name: node.weight for name, node in nodes.items()}

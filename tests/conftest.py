@@ -16,29 +16,25 @@ from typing import Any
 import pytest
 import torch
 
+from rlpost.cluster.node import CORES, available_cores
 from rlpost.cluster.process import family
 from rlpost.data.vision import Vision
-from rlpost.models import end_token_ids, load_processor, load_tokenizer
-from rlpost.tiny import TinyLlama, TinyVisionLlama
+from rlpost.models.sources import end_token_ids, load_processor, load_tokenizer
+from rlpost.models.tiny import TinyLlama, TinyVisionLlama
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 
 def pytest_configure() -> None:
-    """Give a parallel worker (make test) cores of its own, which the processes it starts have too.
+    """Give a parallel worker (make test) its share of the cores, in threads: those of its processes are as many.
 
-    Where threads of two tests share cores they wait for each other in spin loops, which takes ten times as long.
+    Where threads of two tests share cores they wait for each other in spin loops, which takes ten times as long. The cores
+    themselves are not divided: on a machine that does other work too, one of them may have no time to spare.
     """
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None or not hasattr(os, "sched_setaffinity"):
+    if (count := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is None:
         return
-    cores, count = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    if count > len(cores):
-        return
-    own = cores[int(worker.removeprefix("gw")) :: count]
-    os.sched_setaffinity(0, own)
-    threads = min(2, len(own))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    torch.set_num_threads(threads)
+    cores = max(1, available_cores() // int(count))
+    os.environ |= {CORES: str(cores), "OMP_NUM_THREADS": str(min(2, cores))}
+    torch.set_num_threads(min(2, cores))
 
 
 def pytest_unconfigure() -> None:
@@ -58,6 +54,16 @@ def _forkservers() -> Iterator[None]:
     """Processes that these tests start are forks of one that has the imports."""
     with family():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Engines and Ray set variables as they start. Processes of later tests shall not have them, nor a server of their own."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module", autouse=True)

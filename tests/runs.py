@@ -29,12 +29,18 @@ LIGHT = [*TINY, "rollout=transformers"]
 KILLED = [*LIGHT, "steps=7", "checkpoint.every=2", "rollout.max_tokens=60", "prompts_per_step=8", "evaluation.every=3"]
 # What the runs of these tests import, so that one forkserver has it for all of them.
 IMPORTS = [
-    *("rlpost.__main__", "rlpost.worker", "rlpost.tiny", "rlpost.models"),
+    *("rlpost.__main__", "rlpost.worker", "rlpost.models.tiny", "rlpost.models.sources"),
     *("mlflow", "mlflow.store.tracking.sqlalchemy_store"),
     *(f"rlpost.rollout.{module}" for module in ("vllm", "transformers", "server", "paged")),
     *(f"rlpost.objective.{module}" for module in ("losses", "reducers", "advantages", "corrections")),
     *(f"rlpost.rewards.{module}" for module in ("format", "number", "math", "code", "judge", "model", "environment")),
-    *("rlpost.data.tasks", "rlpost.data.mixture", "rlpost.filters", "rlpost.cluster.local", "rlpost.cluster.ray"),
+    *(
+        "rlpost.data.tasks",
+        "rlpost.data.mixture",
+        "rlpost.rollout.filters",
+        "rlpost.cluster.local",
+        "rlpost.cluster.ray",
+    ),
     *(
         "rlpost.cluster.slurm",
         "rlpost.environments.calculator",

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.compare import compare, load_rollouts, make_arm, sentences
 from rlpost.errors import UserError
 from rlpost.objective.advantages import GroupAdvantage
 from rlpost.objective.reducers import ConstantDivisor, SequenceMean
-from rlpost.tracking import Tracker
+from rlpost.record.completions import load_rollouts
+from rlpost.record.tracker import Tracker
+from rlpost.sweep.compare import compare, make_arm, sentences
 from tests.conftest import make_rollout
 from tests.runs import command
 
@@ -51,7 +52,7 @@ def test_scale_cosine_and_shares_by_hand(run: Path) -> None:
 
 def test_the_command_prints_and_writes(run: Path) -> None:
     arms = ["--arms", "drgrpo/grpo", "drgrpo/drgrpo:divisor=10"]
-    result = command("rlpost.compare", str(run), "--step", "3", *arms)
+    result = command("rlpost.commands.compare", str(run), "--step", "3", *arms)
     assert result.returncode == 0, result.stderr
     assert "drgrpo/drgrpo:divisor=10" in result.stdout
     rows = json.loads((run / "compare" / "step-000003.json").read_text())
@@ -70,7 +71,7 @@ def test_the_command_prints_and_writes(run: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_one_line(run: Path, arguments: list[str], message: str) -> None:
-    result = command("rlpost.compare", str(run), *arguments)
+    result = command("rlpost.commands.compare", str(run), *arguments)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     import re

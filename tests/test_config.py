@@ -8,10 +8,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.config import RewardNode, build, check_task, conf_dir, resolve_paths, reward_nodes
+from rlpost.config.build import RewardNode, build, check_task, conf_dir, resolve_paths, reward_nodes
+from rlpost.config.validation import validate
 from rlpost.errors import UserError
 from rlpost.sweep.arms import named_arms
-from rlpost.validation import validate
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -24,7 +24,7 @@ NEEDS["experiment=gsm8k"] = NEEDS["task=parquet"] = ["task.path=x"]
 NEEDS["task=mixture"] = ["+task@task.tasks.sums=addition"]
 NEEDS["reward=model"] = ["reward.model.path=x"]
 NEEDS["reward=judge"] = ["reward.judge.model=x"]
-NEEDS["environment=tools"] = ["environment.functions=[{_target_: rlpost.suggest.nearest, _partial_: true}]"]
+NEEDS["environment=tools"] = ["environment.functions=[{_target_: rlpost.errors.nearest, _partial_: true}]"]
 EXAMPLE = ROOT / "docs" / "examples" / "miles_reducer.py"
 NEEDS["reducer=function"] = [f"reducer.path={EXAMPLE}:get_pg_loss_reducer", "plugins.allow=[miles_reducer]"]
 
@@ -87,7 +87,7 @@ def test_every_sweep_composes_and_every_job_is_valid(sweep: str) -> None:
 
 def test_experiments_override_the_defaults() -> None:
     cfg = composed("experiment=debug", "run_dir=x")
-    assert (cfg.name, cfg.steps, cfg.model._target_) == ("debug", 3, "rlpost.tiny.TinyLlama")
+    assert (cfg.name, cfg.steps, cfg.model._target_) == ("debug", 3, "rlpost.models.tiny.TinyLlama")
     assert composed("experiment=drgrpo", "run_dir=x").algorithm.advantage.normalize == "none"
 
 

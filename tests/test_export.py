@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlpost.commands.export import export, main
 from rlpost.errors import UserError
-from rlpost.export import export, main
-from rlpost.tiny import TinyLlama
+from rlpost.models.tiny import TinyLlama
 from rlpost.trainer.checkpoint import Checkpoints
 from tests.runs import LIGHT, rlpost, weights
 from tests.trainer.test_lora import make
@@ -70,7 +70,7 @@ def run(tmp_path: Path, process_group: None) -> Path:
                 parameter.fill_(value)
         checkpoints.save(policy, step, {})
         checkpoints.finish()
-    cfg = {"model": {"_target_": "rlpost.tiny.TinyLlama", "tied": False}}
+    cfg = {"model": {"_target_": "rlpost.models.tiny.TinyLlama", "tied": False}}
     OmegaConf.save(OmegaConf.create(cfg), tmp_path / "run/config.yaml")
     return tmp_path / "run"
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(
     assert [path.name for path in full.iterdir()] == ["file"]
     with pytest.raises(UserError, match=r"not a run directory \(no config\.yaml\)"):
         export(tmp_path, tmp_path / "out")
-    (run / "config.yaml").write_text("model: {_target_: rlpost.tiny.TinyLlama, tied: false, num_layers: 3}")
+    (run / "config.yaml").write_text("model: {_target_: rlpost.models.tiny.TinyLlama, tied: false, num_layers: 3}")
     with pytest.raises(UserError, match="cannot be read as LlamaForCausalLM") as error:
         export(run, tmp_path / "out")
     assert "\n" not in str(error.value)
@@ -132,7 +132,7 @@ def test_adapters_are_merged(tmp_path: Path, process_group: None) -> None:
     checkpoints = Checkpoints(tmp_path / "run/checkpoints")
     checkpoints.save(policy, 1, {})
     checkpoints.finish()
-    cfg = {"model": {"_target_": "rlpost.tiny.TinyLlama"}, "trainer": {"lora": {"rank": 4, "alpha": 8.0}}}
+    cfg = {"model": {"_target_": "rlpost.models.tiny.TinyLlama"}, "trainer": {"lora": {"rank": 4, "alpha": 8.0}}}
     OmegaConf.save(OmegaConf.create(cfg), tmp_path / "run/config.yaml")
     export(tmp_path / "run", tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

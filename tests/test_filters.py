@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rlpost.filters import SoftOverlongPenalty, VariedRewards
+from rlpost.rollout.filters import SoftOverlongPenalty, VariedRewards
 from tests.conftest import make_rollout
 
 

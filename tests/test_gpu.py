@@ -10,10 +10,10 @@ import torch
 
 from rlpost import distributed
 from rlpost.data.packing import pack
+from rlpost.models.tiny import TinyLlama
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
 from rlpost.rollout.engine import Sampling
-from rlpost.tiny import TinyLlama
 from rlpost.trainer import attention
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler, to_device

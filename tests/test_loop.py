@@ -12,12 +12,12 @@ import pytest
 
 from rlpost.data.stream import PromptStream
 from rlpost.evaluate import Correctness
-from rlpost.filters import SoftOverlongPenalty, VariedRewards
 from rlpost.loop import Interrupted, Loop, LoopSettings
 from rlpost.objective.advantages import GroupAdvantage
-from rlpost.progress import StepProgress
+from rlpost.record.progress import StepProgress
 from rlpost.rewards.combine import RewardSum
 from rlpost.rollout.engine import Sampling
+from rlpost.rollout.filters import SoftOverlongPenalty, VariedRewards
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rlpost.metrics import rollout_metrics
+from rlpost.record.metrics import rollout_metrics
 from tests.conftest import make_rollout
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpost.errors import UserError
-from rlpost.models import GGUFPackage, PathOrHub, end_token_ids, load_tokenizer
-from rlpost.tiny import TinyLlama, TinyVisionLlama
+from rlpost.models.sources import GGUFPackage, PathOrHub, end_token_ids, load_tokenizer
+from rlpost.models.tiny import TinyLlama, TinyVisionLlama
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_directory_without_a_model_is_made_again(cache: Path) -> None:
 
 
 def test_a_build_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.tiny.byte_tokenizer", lambda: 1 / 0)
+    monkeypatch.setattr("rlpost.models.tiny.byte_tokenizer", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         TinyLlama().directory()
     assert [file.suffix for file in (cache / "models").iterdir()] == [".lock"]
@@ -95,7 +95,7 @@ def test_a_package_with_other_content_is_refused(cache: Path) -> None:
 def test_the_converted_default_model_answers() -> None:
     from omegaconf import OmegaConf
 
-    from rlpost.config import build, conf_dir
+    from rlpost.config.build import build, conf_dir
 
     directory = build(OmegaConf.load(conf_dir() / "model" / "smollm2-135m.yaml")).directory()
     tokenizer = load_tokenizer(directory)

@@ -15,14 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from benchmarks.common import synthetic
-from rlpost import distributed, estimate, plan
-from rlpost.costs import CHUNK_ENTRIES, KEPT_ENTRIES, MODELS, Batch, Shape
+from rlpost import distributed
+from rlpost.commands import plan
 from rlpost.data.packing import attention_mask, pack
 from rlpost.errors import UserError
-from rlpost.estimate import Setting
-from rlpost.hardware import Machine
 from rlpost.objective import logprobs
 from rlpost.objective.logprobs import SamplingDistribution
+from rlpost.planning import estimate
+from rlpost.planning.costs import CHUNK_ENTRIES, KEPT_ENTRIES, MODELS, Batch, Shape
+from rlpost.planning.estimate import Setting
+from rlpost.planning.hardware import Machine
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import make_optimizer
 
@@ -338,7 +340,9 @@ def test_mistakes_are_one_line(command: list[str], message: str) -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "rlpost.plan", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "rlpost.commands.plan", *arguments], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_the_command() -> None:
@@ -378,7 +382,7 @@ def test_an_engine_over_several_gpus() -> None:
 
 def test_the_command_loads_no_heavy_module() -> None:
     script = (
-        "import sys; from rlpost.plan import planned; "
+        "import sys; from rlpost.commands.plan import planned; "
         "planned(['--gpus', '1', '--gpu', 'h100-80gb', '--model', 'llama-3.1-8b']); "
         "print(sorted({'torch', 'vllm', 'transformers', 'mlflow'} & sys.modules.keys()))"
     )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.config.targets import check_target, mismatch, read_signature
 from rlpost.errors import UserError
-from rlpost.targets import check_target, mismatch, read_signature
 
 MODULE = """
 raise RuntimeError("a check must not import me")

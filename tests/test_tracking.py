@@ -19,10 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from rlpost.__main__ import _settle
 from rlpost.cluster.ranks import LOST_PEERS, conclude
-from rlpost.rundir import RunDir
-from rlpost.tracking import MetricsFile, MlflowSink, Tracker
+from rlpost.commands.run import _settle
+from rlpost.record.metrics_file import MetricsFile
+from rlpost.record.mlflow_sink import MlflowSink
+from rlpost.record.rundir import RunDir
+from rlpost.record.tracker import Tracker
 from tests.conftest import make_rollout
 
 ROLLOUTS = [make_rollout(text="7", answer="7", reward=1.0), make_rollout(1, text="8", sample_index=1)]

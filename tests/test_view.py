@@ -9,15 +9,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from rlpost.commands.view import parse_steps
 from rlpost.errors import UserError
-from rlpost.tracking import completions_table
-from rlpost.view import parse_steps, read_groups, spread_steps
+from rlpost.record.completions import completions_table
+from rlpost.record.page import read_groups, spread_steps
 from tests.conftest import make_rollout
 from tests.runs import command
 
 CONFIG = """
 name: small
-model: {_target_: rlpost.tiny.TinyLlama}
+model: {_target_: rlpost.models.tiny.TinyLlama}
 reward: {number: {_target_: rlpost.rewards.number.NumberReward}}
 evaluation: {correct_function: null, correct_threshold: 1.0}
 """
@@ -68,7 +69,7 @@ def test_steps_are_chosen(tmp_path: Path) -> None:
 
 
 def view(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return command("rlpost.view", *arguments)
+    return command("rlpost.commands.view", *arguments)
 
 
 def test_the_page_is_whole_and_safe(tmp_path: Path) -> None:

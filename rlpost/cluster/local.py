@@ -13,7 +13,7 @@ from rlpost.cluster import node
 from rlpost.cluster.process import Process, prepare, start
 from rlpost.cluster.ranks import INTERRUPTED, WRONG, cause, conclude, signals_passed_on, watch
 from rlpost.errors import UserError
-from rlpost.status import RunStatus
+from rlpost.record.status import RunStatus
 
 
 @dataclass(frozen=True)

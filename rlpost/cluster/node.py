@@ -14,6 +14,7 @@ MALLOC = ":".join(
 # Each library's name for its threads. A launcher that runs jobs side by side (joblib) sets some of them for its own processes.
 _THREADS = [f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "BLIS", "NUMBA", "NUMEXPR")]
 _THREADS.append("VECLIB_MAXIMUM_THREADS")
+CORES = "RLPOST_CORES"  # on a machine shared with others: how many of its cores to use
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -22,7 +23,7 @@ def environment(num_processes: int, threads: int | None) -> dict[str, str]:
 
     Args:
         num_processes: of this node, which share its cores where `threads` is None.
-        threads: CPU threads of each.
+        threads: CPU threads of each. None: its share of the cores.
     """
     count = str(threads or max(1, available_cores() // num_processes))
     variables = {**os.environ, **dict.fromkeys(_THREADS, count), "TOKENIZERS_PARALLELISM": "false"}
@@ -35,8 +36,9 @@ def environment(num_processes: int, threads: int | None) -> dict[str, str]:
 
 
 def available_cores() -> int:
-    """Cores this process may use, which containers and schedulers limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use, which containers, schedulers and the variable RLPOST_CORES limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, int(os.environ.get(CORES) or cores))
 
 
 def num_gpus() -> int:

@@ -33,6 +33,9 @@ FAMILY = "RLPOST_FORKSERVERS"  # the family's directory; an empty value turns fo
 _PER_PROCESS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _PER_PROCESS |= {
     "ENABLE_IPC",  # joblib's
+    "VLLM_DIST_IDENT",  # names that MLflow and vLLM give each process
+    "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
+    "_MLFLOW_TELEMETRY_SESSION_ID",
     "PYTHONPATH",
     "PWD",
     "OLDPWD",

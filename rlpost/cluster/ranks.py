@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlpost.cluster.process import Process
-from rlpost.status import RunStatus
+from rlpost.record.status import RunStatus
 
 LOST_PEERS = 75  # exit code of a rank that failed because others were gone
 GRACE_S = 10.0  # that ranks have to end after another one failed

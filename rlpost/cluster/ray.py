@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rlpost.cluster import node
 from rlpost.cluster.ranks import conclude, signals_passed_on, watch
 from rlpost.errors import UserError
-from rlpost.status import RunStatus
+from rlpost.record.status import RunStatus
 
 POLL_S = 0.5
 

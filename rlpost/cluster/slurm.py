@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.cluster import node
 from rlpost.errors import UserError
-from rlpost.status import RunStatus
+from rlpost.record.status import RunStatus
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
@@ -121,7 +121,7 @@ class Node:
         # Slurm sends its notice to every process of the job, and this one alone acts on it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlpost.agent", *group, "-m", "rlpost.worker", str(self._run_dir)],
+            [sys.executable, "-m", "rlpost.cluster.torchrun", *group, "-m", "rlpost.worker", str(self._run_dir)],
             env=node.environment(self._num_processes, self._threads),
             start_new_session=True,
             preexec_fn=lambda: node.end_with_parent(signal.SIGTERM),

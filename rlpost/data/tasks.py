@@ -61,7 +61,7 @@ class ReasoningGym:
         from reasoning_gym.factory import DATASETS
 
         if self.dataset not in DATASETS:
-            from rlpost.suggest import nearest
+            from rlpost.errors import nearest
 
             raise UserError(
                 f"task.dataset={self.dataset}: reasoning-gym has no such dataset{nearest(self.dataset, DATASETS)}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlpost.products import times_transposed
+from rlpost.objective.matmul import times_transposed
 
 # Entries of the largest [tokens, vocabulary] block computed at a time: 64 MiB in float32.
 CHUNK_ENTRIES = 2**24

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from rlpost.plugins import load_function
+from rlpost.config.plugins import load_function
 from rlpost.types import StepTotals, TokenView
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlpost.distributed import Link
 from rlpost.errors import UserError
-from rlpost.models import load_tokenizer
+from rlpost.models.sources import load_tokenizer
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.rollout.server_pool import Server, ServerPool, TransientError
 from rlpost.rollout.server_process import ServerProcess

@@ -16,7 +16,7 @@ from transformers import (
 
 from rlpost.data.vision import Vision
 from rlpost.errors import UserError
-from rlpost.models import load_model, load_processor, load_tokenizer, takes_images
+from rlpost.models.sources import load_model, load_processor, load_tokenizer, takes_images
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.types import Completion, Prompt
 

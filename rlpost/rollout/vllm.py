@@ -21,10 +21,10 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rlpost import distributed
-from rlpost.costs import Shape
 from rlpost.data.vision import open_image
 from rlpost.errors import UserError
-from rlpost.models import attention_heads, read_config
+from rlpost.models.sources import attention_heads, read_config
+from rlpost.planning.costs import Shape
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.rollout.vllm_request import check_expanded, sampling_params
 from rlpost.rollout.worker_extension import refresh_head

@@ -18,9 +18,8 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from rlpost.errors import UserError
-from rlpost.rundir import RunDir
-from rlpost.suggest import nearest
+from rlpost.errors import UserError, nearest
+from rlpost.record.rundir import RunDir
 
 JobState = Literal["missing", "starting", "running", "finished", "failed", "interrupted"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from rlpost.compare import load_rollouts
-from rlpost.config import build
+from rlpost.config.build import build
 from rlpost.data.packing import pack, step_totals
-from rlpost.rundir import RunDir
+from rlpost.record.completions import load_rollouts
+from rlpost.record.rundir import RunDir
 from rlpost.types import Rollout
 
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rlpost import mlflow_store
-from rlpost.mlflow_store import Status
+from rlpost.record import mlflow_store
+from rlpost.record.mlflow_store import Status
 from rlpost.sweep.arms import Plan
 
 log = logging.getLogger(__name__)

@@ -1,15 +1,11 @@
-"""rlpost-report: a sweep's answer as one page, with its table and figures beside it, at any time.
+"""A sweep's answer as one page, with its table and figures beside it, at any time.
 
 report/report.html opens from the disk without a network; table.csv and curves.csv hold every number in it.
 """
 
-import argparse
 import base64
 import csv
-import gc
-import logging
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,27 +14,12 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from rlpost.errors import UserError
 from rlpost.sweep import parent_run
 from rlpost.sweep.analysis import Report, analyse
 from rlpost.sweep.arms import Plan
 from rlpost.sweep.figures import FIGURES, draw, draw_differences
 from rlpost.sweep.measures import Measure, Summary
 from rlpost.sweep.statistics import band, bootstrap_intervals
-
-
-def main() -> None:
-    """The command line. Exit code: 0, or 2 where there is no sweep."""
-    parser = argparse.ArgumentParser(prog="rlpost-report", description="Write a sweep's report, finished or not.")
-    parser.add_argument("sweep_dir", type=Path, metavar="DIR", help="outputs/sweeps/<name>/<id>")
-    logging.basicConfig(format="rlpost: %(message)s")
-    gc.freeze()  # a correction of p-values collects garbage each time
-    try:
-        page, report = write_report(parser.parse_args().sweep_dir.absolute())
-    except UserError as error:
-        print(f"rlpost-report: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(*report.missing, *report.sentences, f"report: {page}", sep="\n")
 
 
 def write_report(sweep_dir: Path) -> tuple[Path, Report]:
@@ -155,7 +136,3 @@ def _interval(low: float, high: float, digits: int = 3) -> str:
         if math.isfinite(low) and math.isfinite(high)
         else "no interval"
     )
-
-
-if __name__ == "__main__":
-    main()

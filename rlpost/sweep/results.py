@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from rlpost.config import flat
-from rlpost.provenance import NOT_HASHED
-from rlpost.rundir import RunDir
+from rlpost.config.build import flat
+from rlpost.record.metrics_file import MetricsFile
+from rlpost.record.provenance import NOT_HASHED
+from rlpost.record.rundir import RunDir
 from rlpost.sweep.arms import Job, Plan
-from rlpost.tracking import MetricsFile
 
 Outcome = Literal["finished", "diverged", "failed", "running", "interrupted", "not started"]
 Row = Mapping[str, Any]  # a line of metrics.jsonl

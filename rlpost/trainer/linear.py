@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlpost.products import has_onednn, times_transposed
+from rlpost.objective.matmul import has_onednn, times_transposed
 
 
 class OneDNNLinear(nn.Linear):

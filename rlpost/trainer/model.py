@@ -17,7 +17,7 @@ from rlpost import distributed
 from rlpost.data.packing import Layout
 from rlpost.data.vision import Vision
 from rlpost.errors import UserError
-from rlpost.models import load_model
+from rlpost.models.sources import load_model
 from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
 from rlpost.trainer.attention import FLEX, PACKED, block_mask, plan
 from rlpost.trainer.context import share

@@ -99,7 +99,7 @@ def test_ranks_are_started_again_where_that_is_asked_for(uninterrupted: Path, wo
 def test_the_exit_code_of_ranks(ending: str, code: int, said: str, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(f"import os, sys\nif os.environ['RANK'] == '1':\n    {ending}\n")
-    command = [sys.executable, "-m", "rlpost.agent", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [sys.executable, "-m", "rlpost.cluster.torchrun", "--standalone", "--nproc-per-node=2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert (result.returncode, result.stderr) == (code, said)

@@ -116,11 +116,11 @@ def test_processes_share_a_server_if_libraries_would_load_alike(servers: None, t
         environment = {**os.environ, "PYTHONPATH": str(tmp_path / "elsewhere"), **variables}
         return probe(tmp_path, environment=environment, imports=imports)["parent"]
 
-    plain = parent(["rlpost.suggest"])
+    plain = parent(["rlpost.errors"])
     assert parent(RANK="1", MASTER_PORT="5") == plain
-    assert parent(["rlpost.suggest"]) == plain
+    assert parent(["rlpost.errors"]) == plain
     assert parent(OMP_NUM_THREADS="7") != plain
-    assert parent(["rlpost.errors", "rlpost.suggest"]) not in (plain, parent(OMP_NUM_THREADS="7"))
+    assert parent(["rlpost.errors", "rlpost.types"]) not in (plain, parent(OMP_NUM_THREADS="7"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from rlpost import distributed
 from rlpost.cluster.ranks import LOST_PEERS, cause, conclude, watch
-from rlpost.status import RunStatus
+from rlpost.record.status import RunStatus
 
 
 class Scripted:

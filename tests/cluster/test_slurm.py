@@ -11,7 +11,7 @@ import pytest
 
 from rlpost.cluster.slurm import Slurm, _exit_code
 from rlpost.errors import UserError
-from rlpost.status import RunStatus
+from rlpost.record.status import RunStatus
 from tests import slurm
 from tests.runs import LIGHT, exact, rlpost, start, wait_for_steps
 

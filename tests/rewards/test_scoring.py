@@ -23,7 +23,7 @@ from rlpost.types import Rollout
 from tests.conftest import make_rollout
 
 STATE = TrainingState(step=3, num_steps=12)
-MODULE = "rlpost.scorer"
+MODULE = "rlpost.rewards.worker"
 
 # What a user might write; the text of a completion says what it shall do.
 FUNCTIONS = """

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.split import user_message
 from rlpost.errors import UserError
-from rlpost.models import end_token_ids, load_tokenizer
+from rlpost.models.sources import end_token_ids, load_tokenizer
+from rlpost.models.tiny import TinyLlama
 from rlpost.objective.logprobs import SamplingDistribution, token_logprobs
 from rlpost.rollout.engine import Engine, Sampling, sample_groups, sample_seed, with_own_settings
-from rlpost.tiny import TinyLlama
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 ENGINES = ["vllm", "transformers", "paged"]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rlpost.data.vision import Vision
-from rlpost.models import end_token_ids, placeholder_token_ids
+from rlpost.models.sources import end_token_ids, placeholder_token_ids
 from rlpost.rollout.engine import Engine, Sampling
 from rlpost.rollout.server import VLLMServers
 from rlpost.types import Completion, Prompt

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import yaml
 
+from rlpost.record.completions import completions_table
 from rlpost.sweep.arms import Plan, named_arms
-from rlpost.tracking import completions_table
 from tests.conftest import make_rollout
 
 REDUCERS = {

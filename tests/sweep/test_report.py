@@ -9,11 +9,12 @@ from pathlib import Path
 import mlflow
 import pytest
 
+from rlpost.commands.report import main
 from rlpost.errors import UserError
 from rlpost.sweep import parent_run
 from rlpost.sweep.arms import Plan
 from rlpost.sweep.claims import freeze, token_weights
-from rlpost.sweep.report import main, write_report
+from rlpost.sweep.report import write_report
 from tests.sweep.helpers import make_job, make_plan
 
 ARMS = ["grpo", "d64", "token_mean"]
@@ -114,8 +115,10 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     )
     make_plan(tmp_path, ARMS, [0])
     make_job(tmp_path, "grpo", 0, [0.1])
-    main()
+    with pytest.raises(SystemExit) as ended:
+        main()
     out = capsys.readouterr().out
+    assert ended.value.code == 0
     assert out.splitlines()[0] == "d64, seed 0: not started"
     assert out.splitlines()[-1] == f"report: {tmp_path / 'report/report.html'}"
 

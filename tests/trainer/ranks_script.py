@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from rlpost import distributed
+from rlpost.models.tiny import TinyLlama
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
-from rlpost.tiny import TinyLlama
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.lora import WithoutAdapters, add_adapters
 from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler

@@ -11,12 +11,11 @@ from urllib.parse import urlsplit
 from omegaconf import DictConfig, OmegaConf
 
 from rlpost.cluster.node import num_gpus
-from rlpost.config import build, nested_nodes, reward_nodes, target_nodes, task_names
-from rlpost.errors import UserError
-from rlpost.plugins import split_path
-from rlpost.schema import Config
-from rlpost.suggest import nearest
-from rlpost.targets import check_target, read_signature
+from rlpost.config.build import build, nested_nodes, reward_nodes, target_nodes, task_names
+from rlpost.config.plugins import split_path
+from rlpost.config.schema import Config
+from rlpost.config.targets import check_target, read_signature
+from rlpost.errors import UserError, nearest
 
 
 def validate(cfg: DictConfig) -> None:
@@ -229,7 +228,7 @@ def _check_sizes(cfg: DictConfig) -> None:
     if cfg.algorithm.max_attempts > 1 and cfg.algorithm.filter is None:
         raise UserError(
             f"algorithm.max_attempts={cfg.algorithm.max_attempts} has nothing to refill: set "
-            "algorithm.filter._target_=rlpost.filters.VariedRewards"
+            "algorithm.filter._target_=rlpost.rollout.filters.VariedRewards"
         )
     if cfg.algorithm.multi_reward == "normalize_then_sum":
         changed = "algorithm.reward_processing" if cfg.algorithm.reward_processing else None

@@ -13,7 +13,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from rlpost.suggest import nearest
+from rlpost.errors import nearest
 
 EXPECTED = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
 

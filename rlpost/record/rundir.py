@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlpost.errors import UserError
-from rlpost.status import RunStatus, replace_file
+from rlpost.record.status import RunStatus, replace_file
 
 
 class RunDir(RunStatus):

@@ -30,7 +30,7 @@ class RewardNode:
 
 def conf_dir() -> Path:
     """The shipped configuration: beside the package in a checkout, inside it in a wheel."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     beside = package.parent / "conf"
     return beside if (beside / "train.yaml").is_file() else package / "_conf"
 

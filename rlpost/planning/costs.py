@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlpost.errors import UserError
-from rlpost.suggest import nearest
+from rlpost.errors import UserError, nearest
 
 # Entries of the head's blocks, as objective/logprobs.py has them; a test holds the two against each other.
 CHUNK_ENTRIES = 2**24

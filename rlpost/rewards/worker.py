@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlpost.config import build
+from rlpost.config.build import build
 from rlpost.errors import UserError
 from rlpost.rewards.function import CallError, WrongLengthError, call
 

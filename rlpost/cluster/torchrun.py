@@ -1,6 +1,6 @@
 """torchrun for a node's ranks, which says in one line what ended them.
 
-    python -m rlpost.agent [torchrun's options] -m rlpost.worker RUN_DIR
+    python -m rlpost.cluster.torchrun [torchrun's options] -m rlpost.worker RUN_DIR
 
 A signal goes to the ranks themselves, which stop with a checkpoint; torchrun alone would kill them half a minute later. Where a
 rank fails the others are ended within seconds: they would wait for it.
@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from rlpost.cluster.ranks import conclude
-from rlpost.status import RunStatus
+from rlpost.record.status import RunStatus
 
 GRACE = 10  # seconds that ranks have to end after another one failed
 

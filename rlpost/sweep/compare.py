@@ -1,13 +1,10 @@
-"""rlpost-compare: what other reducers and advantages would have done with one saved step.
+"""What other reducers and advantages would have done with one saved step.
 
 The policy gradient at ratio 1 is the sum over tokens of c_t * grad logprob_t with c_t = advantage * weight. So the vector
 of c_t says everything a reducer and an advantage decide: where the weight goes, how large the gradient is, and how it is
 turned against another one's. It needs no model: only the step's completions, which every run keeps.
 """
 
-import argparse
-import csv
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,19 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from rlpost.config import build, conf_dir
+from rlpost.config.build import build, conf_dir
+from rlpost.config.targets import check_target
 from rlpost.data.packing import pack, step_totals
-from rlpost.errors import UserError, run_command
-from rlpost.suggest import nearest
-from rlpost.targets import check_target
-from rlpost.types import Completion, Example, PackedBatch, Prompt, Rollout, StepTotals
-
-DEFAULT_ARMS = ["grpo/grpo", "drgrpo/grpo", "grpo/drgrpo", "drgrpo/drgrpo", "grpo/token_mean"]
+from rlpost.errors import UserError, nearest
+from rlpost.types import PackedBatch, Rollout, StepTotals
 
 
 @dataclass(frozen=True)
@@ -41,35 +34,6 @@ class Arm:
     cosine: float  # between c and the first arm's
     by_length: dict[str, float]  # share of |c| on the shortest, middle and longest third of the completions
     correct: float  # share of |c| on completions counted as correct
-
-
-def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
-    """The rollouts of a saved step, those it trained on.
-
-    Raises: UserError if the run or the step is not there.
-    """
-    file = run_dir / "completions" / f"step-{step:06d}.parquet"
-    if not file.is_file():
-        steps = sorted(int(p.stem.removeprefix("step-")) for p in run_dir.glob("completions/step-*.parquet"))
-        have = f"it has steps {steps[0]}..{steps[-1]}" if steps else "it has no saved completions"
-        raise UserError(f"{run_dir}: no completions of step {step}; {have}")
-    rollouts = []
-    for row in pq.read_table(file).to_pylist():
-        prompt = Prompt(
-            Example((), row["answer"]), tuple(row["prompt_token_ids"]), row["prompt"], group_id=row["group_id"]
-        )
-        completion = Completion(
-            tuple(row["token_ids"]),
-            tuple(row["rollout_logprobs"]),
-            row["completion"],
-            row["finish_reason"],
-            tuple(row["sampled"]) if row.get("sampled") else None,
-        )
-        rewards = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
-        rollout = Rollout(prompt, completion, row["sample_index"], rewards, row["reward"], kept=row["kept"])
-        if rollout.kept:
-            rollouts.append(rollout)
-    return rollouts
 
 
 def compare(
@@ -217,55 +181,3 @@ def plot(arms: Sequence[Arm], rollouts: Sequence[Rollout], path: Path) -> None:
     right.margins(x=0.25)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def main() -> None:
-    run_command("rlpost-compare", _main)
-
-
-def _main() -> int:
-    parser = argparse.ArgumentParser(prog="rlpost-compare", description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--step", type=int, default=1)
-    parser.add_argument(
-        "--arms", nargs="+", default=DEFAULT_ARMS, help="ALGORITHM/REDUCER[:key=value]; the first is the baseline"
-    )
-    parser.add_argument("--out", type=Path, help="where compare.csv, .json and .png go; default: RUN_DIR/compare")
-    arguments = parser.parse_args()
-    made = {spec: make_arm(spec) for spec in arguments.arms}
-    config_file = arguments.run_dir / "config.yaml"
-    if not config_file.is_file():
-        raise UserError(f"{arguments.run_dir}: not a run directory (no config.yaml)")
-    cfg = OmegaConf.load(config_file)
-    rollouts = load_rollouts(arguments.run_dir, arguments.step)
-    function = cfg.evaluation.correct_function or next(iter(rollouts[0].rewards))
-    correct = [
-        r.rewards[function] is not None and r.rewards[function] >= cfg.evaluation.correct_threshold for r in rollouts
-    ]
-    arms = compare(rollouts, made, cfg.rollout.max_tokens, correct)
-
-    out = arguments.out or arguments.run_dir / "compare"
-    out.mkdir(parents=True, exist_ok=True)
-    rows = table(arms)
-    with (out / f"step-{arguments.step:06d}.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    (out / f"step-{arguments.step:06d}.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    plot(arms, rollouts, out / f"step-{arguments.step:06d}.png")
-
-    lengths = [len(r.completion.token_ids) for r in rollouts]
-    print(
-        f"step {arguments.step}: {len(rollouts)} completions of {min(lengths)}..{max(lengths)} tokens, {sum(correct)} correct\n"
-    )
-    print(f"{'arm':<28}{'scale':>10}{'norm':>10}{'cosine':>8}   weight on short/middle/long   on correct")
-    for arm in arms:
-        shares = " / ".join(f"{share:.2f}" for share in arm.by_length.values())
-        print(f"{arm.name:<28}{arm.scale:>10.4g}{arm.norm:>10.4g}{arm.cosine:>8.3f}   {shares:<27}   {arm.correct:.2f}")
-    print(*["", *sentences(arms)], sep="\n")
-    print(f"\n{out}/step-{arguments.step:06d}.csv, .json and .png")
-    return 0
-
-
-if __name__ == "__main__":
-    main()

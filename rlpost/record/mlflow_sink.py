@@ -1,152 +1,23 @@
-"""Tracking: metrics.jsonl and completion files always, MLflow when there is a URI.
+"""An MLflow run, fed by a thread from what metrics.jsonl has.
 
-metrics.jsonl is the record; MLflow is fed from it by a thread, so that a slow or absent server never holds up or
-ends a run. What it missed is sent when it is back, now or on a resume, and named if it never comes back.
+A slow or absent server never holds up or ends a run. What it missed is sent when it is back, now or on a resume, and named if
+it never comes back.
 """
 
-import json
 import logging
 import math
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from rlpost.mlflow_store import Status, experiment_id, open_client
-from rlpost.types import Rollout
+from rlpost.record.mlflow_store import Status, experiment_id, open_client
 
 log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | None]
-
-
-class MetricsFile:
-    """metrics.jsonl: one flat JSON object a step, flushed to the disk line by line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float | None]:
-        """Write a step's line. A value that is not finite becomes null. Returns: what was written, less the step."""
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **finite}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return finite
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """The steps written so far. A last line cut short by a crash is left out."""
-        if not self._path.is_file():
-            return
-        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-    def keep_until(self, step: int) -> None:
-        """Drop the lines after `step`: a resumed run writes them again."""
-        kept = [row for row in self.rows() if row["step"] <= step]
-        replacement = self._path.with_suffix(".tmp")
-        replacement.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        replacement.replace(self._path)
-
-
-def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
-    """A row a rollout: prompt, completion, tokens, rewards, advantage, finish reason."""
-    functions = sorted({name for rollout in rollouts for name in rollout.rewards})
-    rows = [
-        {
-            "step": step,
-            "policy_version": r.completion.policy_version,
-            "group_id": r.prompt.group_id,
-            "sample_index": r.sample_index,
-            "prompt": r.prompt.text,
-            "completion": r.completion.text,
-            "answer": r.prompt.example.answer,
-            "reward": r.reward,
-            **{f"reward/{name}": r.rewards.get(name) for name in functions},
-            "reward_errors": "; ".join(f"{name} {reason}" for name, reason in r.reward_errors.items()),
-            "advantage": r.advantage,
-            "kept": r.kept,
-            "finish_reason": r.completion.finish_reason,
-            "num_tokens": len(r.completion.token_ids),
-            "sampled": None if r.completion.sampled is None else list(r.completion.sampled),
-            "episode": [f"{m['role']}: {m['content']}" for m in r.completion.messages],
-            "environment_reward": r.completion.environment_reward,
-            "prompt_token_ids": list(r.prompt.token_ids),
-            "token_ids": list(r.completion.token_ids),
-            "rollout_logprobs": list(r.completion.rollout_logprobs),
-            "trainer_logprobs": list(r.trainer_logprobs),
-        }
-        for r in rollouts
-    ]
-    return pa.Table.from_pylist(rows)
-
-
-class Tracker:
-    """A run's record: files in its directory, and an MLflow run if there is a sink.
-
-    Only the main rank has one.
-    """
-
-    def __init__(self, run_dir: Path, sink: "MlflowSink | None", completions_every: int = 10, traces: int = 0) -> None:
-        self._metrics = MetricsFile(run_dir / "metrics.jsonl")
-        self._completions = run_dir / "completions"
-        self._completions.mkdir(exist_ok=True)
-        self._sink = sink
-        self._completions_every = completions_every
-        self._traces = traces
-        self._named: set[str] = set()  # metrics already reported as not finite
-
-    @property
-    def mlflow_run_id(self) -> str | None:
-        return self._sink.run_id if self._sink else None
-
-    def resume_after(self, step: int) -> None:
-        """Go on after a checkpoint's step: later lines are dropped, and MLflow gets what it lacks of the others."""
-        self._metrics.keep_until(step)
-        if self._sink:
-            for row in self._metrics.rows():
-                self._sink.metrics(row.pop("step"), row)
-
-    def log(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
-        """Record a step; step 0 is what was measured before the first, without rollouts."""
-        for name, value in metrics.items():
-            if not math.isfinite(value) and name not in self._named:
-                self._named.add(name)
-                log.info("%s is %s at step %d; written as null (said once)", name, value, step)
-        written = self._metrics.append(step, metrics)
-        if self._sink:
-            self._sink.metrics(step, written)
-        if rollouts:
-            self._log_completions(step, completions_table(rollouts, step))
-
-    def _log_completions(self, step: int, table: pa.Table) -> None:
-        building = self._completions / f".step-{step:06d}.parquet"
-        pq.write_table(table, building)
-        building.replace(self._completions / f"step-{step:06d}.parquet")
-        if self._sink and self._completions_every and (step == 1 or step % self._completions_every == 0):
-            rows = table.to_pylist()
-            if self._traces:
-                self._sink.traces(step, rows[:: max(1, len(rows) // self._traces)][: self._traces])
-            hidden = ["prompt_token_ids", "token_ids", "rollout_logprobs", "trainer_logprobs", "sampled"]
-            self._sink.table(step, table.drop_columns(hidden).to_pylist())
-
-    def summary(self) -> list[dict[str, Any]]:
-        return list(self._metrics.rows())
-
-    def close(self, status: Status, files: Sequence[Path] = ()) -> None:
-        """Send what is left and end the MLflow run. A gap that stays is named in the log."""
-        if self._sink:
-            for file in files:
-                self._sink.file(file)
-            self._sink.close(status)
 
 
 class MlflowSink:

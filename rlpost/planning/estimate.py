@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlpost.costs import CHUNK_ENTRIES, KEPT_ENTRIES, Batch, Shape
-from rlpost.hardware import Machine
+from rlpost.planning.costs import CHUNK_ENTRIES, KEPT_ENTRIES, Batch, Shape
+from rlpost.planning.hardware import Machine
 
 Kind = Literal["exact", "bound", "estimate"]
 MASTER = 4  # bytes of a weight, a gradient and each of AdamW's two moments: float32

@@ -14,8 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from rlpost.errors import UserError
-from rlpost.suggest import nearest
+from rlpost.errors import UserError, nearest
 
 SPECIAL_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 SIMPLE_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}

@@ -1,0 +1,79 @@
+"""rlpost-view: a run's completions as one page that opens from the disk, without a network."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlpost.config.build import build, reward_nodes
+from rlpost.errors import UserError, run_command
+from rlpost.record.completions import saved_steps
+from rlpost.record.page import page, spread_steps
+
+
+def parse_steps(text: str, saved: Sequence[int]) -> list[int]:
+    """ "1,5-10" as those of the saved steps.
+
+    Raises: UserError for another form, or where nothing is saved of them.
+    """
+    wanted: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not first.isdigit() or not last.isdigit():
+            raise UserError(f"--steps {text}: expected numbers and ranges, as in 1,5-10")
+        wanted |= set(range(int(first), int(last) + 1))
+    if not (chosen := [step for step in saved if step in wanted]):
+        raise UserError(f"--steps {text}: the run has saved steps {saved[0]}..{saved[-1]}")
+    return chosen
+
+
+def _token_texts(cfg: Any) -> Callable[[int], str] | None:
+    """None, and a word about it, where the run's tokenizer is not to be had any more."""
+    from rlpost.models.sources import load_tokenizer
+
+    try:
+        source = build(cfg.model)
+        tokenizer = load_tokenizer(source.directory(), source.trust_remote_code)
+    except (UserError, OSError) as error:
+        print(f"rlpost-view: no tokenizer, so no token is coloured: {error}", file=sys.stderr)
+        return None
+    known: dict[int, str] = {}
+
+    def to_text(token: int) -> str:
+        if token not in known:
+            known[token] = tokenizer.decode([token])
+        return known[token]
+
+    return to_text
+
+
+def main() -> None:
+    run_command("rlpost-view", _main)
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="rlpost-view", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--steps", help="as in 1,5-10; default: as many as fit on a page, evenly spread")
+    parser.add_argument("--out", type=Path, help="the page; default: RUN_DIR/completions.html")
+    arguments = parser.parse_args()
+    if not (arguments.run_dir / "config.yaml").is_file():
+        raise UserError(f"{arguments.run_dir}: not a run directory (no config.yaml)")
+    if not (saved := saved_steps(arguments.run_dir)):
+        raise UserError(f"{arguments.run_dir}: it has no saved completions yet")
+    steps = parse_steps(arguments.steps, saved) if arguments.steps else spread_steps(arguments.run_dir, saved)
+    out = arguments.out or arguments.run_dir / "completions.html"
+    cfg = OmegaConf.load(arguments.run_dir / "config.yaml")
+    correct = cfg.evaluation.correct_function or next(iter(reward_nodes(cfg)))
+    shown = (str(cfg.name), correct, cfg.evaluation.correct_threshold, _token_texts(cfg))
+    out.write_text(page(arguments.run_dir, steps, *shown), encoding="utf-8")
+    print(f"{out}: {len(steps)} of {len(saved)} steps")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

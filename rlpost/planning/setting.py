@@ -1,0 +1,151 @@
+"""From a configuration to the plain numbers that an estimate takes."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlpost.config.build import build, conf_dir
+from rlpost.config.explain import explain
+from rlpost.config.validation import validate
+from rlpost.errors import UserError, nearest
+from rlpost.planning.costs import MODELS, Batch, Shape
+from rlpost.planning.estimate import Setting
+
+WIDTHS = {"float32": 4, "bfloat16": 2}
+
+
+def composed(overrides: Sequence[str], gpus: int, model: str | None) -> DictConfig:
+    """The configuration that rlpost would run on so many ranks, valid.
+
+    Args: model: stands for a model that is not at hand, of which nothing but its shape is asked; None: the overrides'.
+
+    Raises: UserError as rlpost would.
+    """
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            cfg = compose("train", list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, overrides, conf_dir())) from error
+    cfg.name = cfg.run_dir = "plan"
+    cfg.cluster = OmegaConf.create({"_target_": "rlpost.cluster.local.Local", "num_processes": gpus})
+    if model is not None:
+        cfg.model = OmegaConf.create({"_target_": "rlpost.models.sources.PathOrHub", "path": model})
+    validate(cfg)
+    return cfg
+
+
+def shape_of(cfg: DictConfig, model: str | None) -> Shape:
+    """Of a name of MODELS, a config.json, or the configuration's own model."""
+    if model in MODELS:
+        return Shape.from_config(MODELS[model], model)
+    if model is None:
+        file = _directory(build(cfg.model)) / "config.json"
+    else:
+        file = Path(model)
+        if not file.is_file():
+            raise UserError(f"--model {model}: neither a config.json nor a known shape{nearest(model, MODELS)}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON: {error}") from error
+    return Shape.from_config(config, str(file))
+
+
+def _directory(source: Any) -> Path:
+    """The model's directory, without downloading its weights for a plan."""
+    path = getattr(source, "path", None)
+    if path is None or Path(path).expanduser().is_dir():
+        return source.directory()
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json", revision=source.revision)
+    if not isinstance(cached, str):
+        raise UserError(f"model.path={path} is not on this machine; give its config.json as --model, or a known shape")
+    return Path(cached).parent
+
+
+def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> Setting:
+    """Raises: UserError for numbers that do not go together, and for what the model of costs leaves out."""
+    left_out = {
+        "trainer.lora.rank": cfg.trainer.lora.rank > 0,
+        "trainer.cpu_offload": cfg.trainer.cpu_offload,
+        "rollout.engine": str(cfg.rollout.engine._target_).endswith(".VLLMServers"),
+    }
+    for key, is_set in left_out.items():
+        if is_set:
+            raise UserError(f"{key}: rlpost-plan knows whole models on GPUs that also sample, not this; leave it out")
+    gpus, a, engine = arguments.gpus, cfg.algorithm, cfg.rollout.engine
+    context, replicas = cfg.trainer.context_parallel, cfg.trainer.replicas
+    longest = cfg.prompt.max_tokens + cfg.rollout.max_tokens
+    if shape.context is not None and longest > shape.context:
+        raise UserError(
+            f"prompt.max_tokens + rollout.max_tokens = {longest} is over the model's context of {shape.context}"
+        )
+    sharing = engine.get("tensor_parallel", 1)
+    for name, parts in (
+        ("trainer.context_parallel", context),
+        ("trainer.replicas", replicas),
+        ("rollout.engine.tensor_parallel", sharing),
+    ):
+        if gpus % parts:
+            raise UserError(f"{name}={parts} does not divide --gpus {gpus}")
+    if shape.heads % sharing:
+        raise UserError(f"rollout.engine.tensor_parallel={sharing} does not divide the model's {shape.heads} heads")
+    lengths = {}
+    for name, given, most in (
+        ("prompt", arguments.prompt_tokens, cfg.prompt.max_tokens),
+        ("completion", arguments.completion_tokens, cfg.rollout.max_tokens),
+    ):
+        lengths[name] = most if given is None else given
+        if not 1 <= lengths[name] <= most:
+            raise UserError(f"--{name}-tokens {given}: expected 1..{most}, the configuration's limit")
+    reference = a.kl.coef > 0 or a.kl.measure
+    kl_in_reward = a.kl.coef > 0 and a.kl.place == "reward"  # its own two passes
+    if arguments.idle_groups and ((a.kl.coef and a.kl.place == "loss") or a.entropy_coef):
+        raise UserError("--idle-groups: with a KL or an entropy term in the loss every group has a backward pass")
+    if not 0 <= arguments.idle_groups <= 1:
+        raise UserError(f"--idle-groups {arguments.idle_groups}: expected a share in 0..1")
+    data_ranks = gpus // context
+    batch = Batch(
+        groups=cfg.prompts_per_step // (data_ranks * a.num_mini_batches),
+        samples=cfg.samples_per_prompt,
+        budget=cfg.trainer.micro_batch_tokens,
+        apart=cfg.trainer.layout == "padded",
+        **lengths,
+    )
+    optimizer_steps = a.num_mini_batches * a.num_epochs
+    return Setting(
+        shape=shape,
+        gpus=gpus,
+        batch=batch,
+        optimizer_steps=optimizer_steps,
+        epochs=a.num_epochs,
+        longest=longest,
+        width=WIDTHS[cfg.trainer.precision],
+        checkpointing=cfg.trainer.activation_checkpointing,
+        scorings=(optimizer_steps > 1 or a.top_entropy_share is not None) + kl_in_reward,
+        reference_scorings=reference + kl_in_reward,
+        idle_share=arguments.idle_groups,
+        engine_width=WIDTHS[engine_dtype(cfg)],
+        max_num_seqs=engine.get("max_num_seqs", engine.get("batch_size", 64)),
+        block_size=engine.get("block_size", engine.get("page_size")),
+        memory_share=None if arguments.gpu == "cpu" else engine.get("gpu_memory_utilization"),
+        cache=engine.get("kv_cache_bytes"),
+        replicas=replicas,
+        context_parallel=context,
+        tensor_parallel=sharing,
+    )
+
+
+def engine_dtype(cfg: DictConfig) -> str:
+    dtype = cfg.rollout.engine.get("dtype", "float32")
+    if dtype not in WIDTHS:
+        raise UserError(f"rollout.engine.dtype={dtype}: {nearest(dtype, WIDTHS).removeprefix('; ')}")
+    return dtype

@@ -1,0 +1,103 @@
+"""The completions table: one Parquet file a step, a row a rollout. Its columns are written and read here alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlpost.errors import UserError
+from rlpost.types import Completion, Example, Prompt, Rollout
+
+# Columns that hold a value a token, which a table for people leaves out.
+PER_TOKEN = ["prompt_token_ids", "token_ids", "rollout_logprobs", "trainer_logprobs", "sampled"]
+
+
+def path_of(run_dir: Path, step: int) -> Path:
+    """Where a run keeps the completions of a step."""
+    return run_dir / "completions" / f"step-{step:06d}.parquet"
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps whose completions the run has, in order."""
+    return sorted(int(p.stem.removeprefix("step-")) for p in run_dir.glob("completions/step-*.parquet"))
+
+
+def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
+    """A row a rollout: prompt, completion, tokens, rewards, advantage, finish reason."""
+    functions = sorted({name for rollout in rollouts for name in rollout.rewards})
+    rows = [
+        {
+            "step": step,
+            "policy_version": r.completion.policy_version,
+            "group_id": r.prompt.group_id,
+            "sample_index": r.sample_index,
+            "prompt": r.prompt.text,
+            "completion": r.completion.text,
+            "answer": r.prompt.example.answer,
+            "reward": r.reward,
+            **{f"reward/{name}": r.rewards.get(name) for name in functions},
+            "reward_errors": "; ".join(f"{name} {reason}" for name, reason in r.reward_errors.items()),
+            "advantage": r.advantage,
+            "kept": r.kept,
+            "finish_reason": r.completion.finish_reason,
+            "num_tokens": len(r.completion.token_ids),
+            "sampled": None if r.completion.sampled is None else list(r.completion.sampled),
+            "episode": [f"{m['role']}: {m['content']}" for m in r.completion.messages],
+            "environment_reward": r.completion.environment_reward,
+            "prompt_token_ids": list(r.prompt.token_ids),
+            "token_ids": list(r.completion.token_ids),
+            "rollout_logprobs": list(r.completion.rollout_logprobs),
+            "trainer_logprobs": list(r.trainer_logprobs),
+        }
+        for r in rollouts
+    ]
+    return pa.Table.from_pylist(rows)
+
+
+def write_table(table: pa.Table, run_dir: Path, step: int) -> None:
+    """Write a step's file, so that a reader finds all of it or nothing."""
+    file = path_of(run_dir, step)
+    file.parent.mkdir(exist_ok=True)
+    building = file.with_name(f".{file.name}")
+    pq.write_table(table, building)
+    building.replace(file)
+
+
+def read_rows(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of a step, by column."""
+    return pq.read_table(path_of(run_dir, step)).to_pylist()
+
+
+def num_rows(run_dir: Path, step: int) -> int:
+    """How many completions a step has, without reading them."""
+    return pq.read_metadata(path_of(run_dir, step)).num_rows
+
+
+def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
+    """The rollouts of a saved step, those it trained on.
+
+    Raises: UserError if the run or the step is not there.
+    """
+    if not path_of(run_dir, step).is_file():
+        steps = saved_steps(run_dir)
+        have = f"it has steps {steps[0]}..{steps[-1]}" if steps else "it has no saved completions"
+        raise UserError(f"{run_dir}: no completions of step {step}; {have}")
+    rollouts = []
+    for row in read_rows(run_dir, step):
+        prompt = Prompt(
+            Example((), row["answer"]), tuple(row["prompt_token_ids"]), row["prompt"], group_id=row["group_id"]
+        )
+        completion = Completion(
+            tuple(row["token_ids"]),
+            tuple(row["rollout_logprobs"]),
+            row["completion"],
+            row["finish_reason"],
+            tuple(row["sampled"]) if row.get("sampled") else None,
+        )
+        rewards = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
+        rollout = Rollout(prompt, completion, row["sample_index"], rewards, row["reward"], kept=row["kept"])
+        if rollout.kept:
+            rollouts.append(rollout)
+    return rollouts
