@@ -2,25 +2,31 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rlpost import distributed
-from rlpost.rewards.combine import RewardSum
-from rlpost.rewards.function import TrainingState
-from rlpost.rollout.engine import Engine, Sampling, sample_groups
+from rlpost.rollout.engine import Sampling
+from rlpost.rollout.sampler import Sampler
 from rlpost.types import Prompt, Rollout
 
 
 @dataclass(frozen=True)
 class Correctness:
-    """Which completions count as correct: those whose reward by `function` is at least `threshold`."""
+    """Decides which completions count as correct: those whose reward by a function is at least `threshold`.
+
+    Attributes:
+        function: the reward function that decides.
+        by_task: another one, for tasks that it does not apply to.
+    """
 
     function: str
     threshold: float = 1.0
+    by_task: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, rollout: Rollout) -> bool:
-        return rollout.rewards[self.function] >= self.threshold  # False for NaN
+        function = self.by_task.get(rollout.prompt.example.task, self.function)
+        return rollout.rewards[function] >= self.threshold  # False for NaN
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -39,38 +45,26 @@ class Evaluator:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        engine: Engine,
-        reward: RewardSum,
+        sampler: Sampler,
         correct: Correctness,
         sampling: Sampling,
         num_samples: int,
         pass_at: Sequence[int],
-        seed: int,
     ) -> None:
         self._prompts = [replace(prompt, group_id=index) for index, prompt in enumerate(prompts)]
-        self._engine = engine
-        self._reward = reward
+        self._sampler = sampler
         self._correct = correct
         self._sampling = sampling
         self._num_samples = num_samples
         self._pass_at = list(pass_at)
-        self._seed = seed
 
-    def __call__(self, state: TrainingState) -> dict[str, float]:
-        """Evaluate over all ranks.
+    def __call__(self, step: int) -> dict[str, float]:
+        """Evaluate the weights after a step, over all ranks.
 
         Returns: accuracy, pass_at_<k> and length_mean, the same on every rank.
         """
-        rollouts = sample_groups(
-            self._engine,
-            distributed.share_of(self._prompts),
-            self._num_samples,
-            self._sampling,
-            self._seed,
-            step=0,  # training steps count from 1: held-out samples share no seed with them
-            on_group=lambda group: self._reward.start(group, state),
-        )
-        self._reward.finish()
+        mine = distributed.share_of(self._prompts)
+        rollouts = self._sampler.sample_held_out(mine, self._num_samples, self._sampling, step)
         groups = [rollouts[i : i + self._num_samples] for i in range(0, len(rollouts), self._num_samples)]
         sums: dict[str, float] = {}
         for name in sorted({prompt.example.task for prompt in self._prompts}):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,15 @@ class Rollout:
         """
         later = sum(message["role"] == "assistant" for message in self.completion.messages) > 1
         return self.completion.text if later else self.prompt.completion_prefix + self.completion.text
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Whatever remembers something from step to step. Checkpoints hold the state of every part that has these methods."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,20 @@ import pytest
 
 from rlpost.errors import UserError
 from rlpost.objective.advantages import GroupAdvantage
-from rlpost.objective.reducers import ConstantDivisor, SequenceMean
+from rlpost.objective.reducers import ConstantDivisor, SequenceMean, TokenMean
 from rlpost.record.completions import load_rollouts
 from rlpost.record.tracker import Tracker
 from rlpost.sweep.compare import compare, make_arm, sentences
 from tests.conftest import make_rollout
 from tests.runs import command
 
-CONFIG = "evaluation: {correct_function: null, correct_threshold: 1.0}\nrollout: {max_tokens: 8}\n"
+CONFIG = """
+evaluation: {correct_function: null, correct_threshold: 1.0}
+rollout: {max_tokens: 8}
+algorithm: {mask_truncated: false}
+reward: {number: {_target_: rlpost.rewards.number.NumberReward}}
+task: {_target_: rlpost.data.tasks.Addition}
+"""
 
 
 @pytest.fixture
@@ -48,6 +54,17 @@ def test_scale_cosine_and_shares_by_hand(run: Path) -> None:
     (sentence,) = sentences([grpo, drgrpo])
     assert sentence.startswith("drgrpo has 0.25 times the policy gradient of grpo")
     assert "counts 4 times as much" in sentence
+
+
+def test_completions_that_the_run_masked_have_no_weight(run: Path) -> None:
+    """The long completion is masked: the token mean counts the other one's single token, at which c = 1/2."""
+    rollouts = load_rollouts(run, 3)
+    arms = {"mean": (GroupAdvantage("none"), TokenMean())}
+    (masked,) = compare(rollouts, arms, 8, [True, False], [True, False])
+    (whole,) = compare(rollouts, arms, 8, [True, False])
+    assert masked.coefficients.tolist() == [0.5, 0.0, 0.0, 0.0, 0.0]
+    assert whole.coefficients.tolist() == pytest.approx([0.1, -0.1, -0.1, -0.1, -0.1])
+    assert (masked.correct, whole.correct) == pytest.approx((1.0, 0.2))
 
 
 def test_the_command_prints_and_writes(run: Path) -> None:

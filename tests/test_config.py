@@ -8,7 +8,16 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.config.build import RewardNode, build, check_task, conf_dir, resolve_paths, reward_nodes
+from rlpost.config.build import (
+    RewardNode,
+    build,
+    check_task,
+    conf_dir,
+    correct_function,
+    correct_function_by_task,
+    resolve_paths,
+    reward_nodes,
+)
 from rlpost.config.validation import validate
 from rlpost.errors import UserError
 from rlpost.sweep.arms import named_arms
@@ -252,3 +261,11 @@ def test_paths_become_absolute() -> None:
     server = plain("tracking.uri=http://127.0.0.1:5000", "tracking.artifacts=null")
     resolve_paths(server)
     assert server.tracking.uri == "http://127.0.0.1:5000"
+
+
+def test_a_mixtures_task_takes_the_first_function_that_applies_to_it() -> None:
+    tasks = ["task=mixture", "+task@task.tasks.sums=addition", "+task@task.tasks.prose=addition"]
+    cfg = plain(*tasks, "reward=[number,format]", "reward.format.pattern=x", "+reward.number.tasks=[sums]")
+    assert correct_function(cfg) == "number"
+    assert correct_function_by_task(cfg) == {"prose": "format"}
+    assert correct_function_by_task(plain()) == {}

@@ -1,15 +1,17 @@
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from rlpost.data.stream import PromptStream
 from rlpost.evaluate import Correctness, Evaluator, pass_at_k
 from rlpost.rewards.combine import RewardSum
-from rlpost.rewards.function import TrainingState
 from rlpost.rewards.number import NumberReward
 from rlpost.rollout.engine import Sampling
-from rlpost.types import Completion, Example, Prompt
+from rlpost.rollout.sampler import Sampler, SamplerSettings
+from rlpost.types import Completion, Example, Prompt, Rollout
 from tests.conftest import make_rollout
 
 
@@ -35,6 +37,15 @@ def test_correctness() -> None:
         assert correct(rollout) is expected
 
 
+def test_a_task_that_the_function_does_not_apply_to_has_its_own() -> None:
+    correct = Correctness("number", 0.5, {"prose": "format"})
+    rollout = make_rollout()
+    rollout.rewards = {"number": math.nan, "format": 1.0}
+    assert not correct(rollout)
+    prose = replace(rollout.prompt, example=Example((), None, task="prose"))
+    assert correct(Rollout(prose, rollout.completion, 0, rollout.rewards))
+
+
 class ScriptedEngine:
     """Answers prompt i with the i-th script's lines, in order."""
 
@@ -55,8 +66,10 @@ def test_metrics_by_hand() -> None:
     engine = ScriptedEngine({0: ["7", "x", "7", "no"], 1: ["1", "2", "3", "40"]})
     prompts = [Prompt(Example((), a, task="sums"), (i,), "") for i, a in enumerate(["7", "9"])]
     reward = RewardSum({"number": NumberReward()}, {"number": 1.0})
-    evaluator = Evaluator(prompts, engine, reward, Correctness("number"), Sampling(max_tokens=8), 4, [1, 2], seed=3)
-    assert evaluator(TrainingState(0, 1)) == pytest.approx(
+    sampling = Sampling(max_tokens=8)
+    sampler = Sampler(PromptStream([], seed=3), engine, reward, sampling, SamplerSettings(1, 1, 1, seed=3))
+    evaluator = Evaluator(prompts, sampler, Correctness("number"), sampling, 4, [1, 2])
+    assert evaluator(0) == pytest.approx(
         {
             "eval/sums/accuracy": 2 / 8,
             "eval/sums/length_mean": 10 / 8,
@@ -65,6 +78,6 @@ def test_metrics_by_hand() -> None:
         }
     )
     first = engine.seeds
-    evaluator(TrainingState(0, 1))
+    evaluator(0)
     assert engine.seeds == first
     assert len(set(first)) == 8

@@ -15,9 +15,12 @@ from rlpost.evaluate import Correctness
 from rlpost.loop import Interrupted, Loop, LoopSettings
 from rlpost.objective.advantages import GroupAdvantage
 from rlpost.record.progress import StepProgress
+from rlpost.record.recorder import Recorder as StepRecorder
 from rlpost.rewards.combine import RewardSum
 from rlpost.rollout.engine import Sampling
 from rlpost.rollout.filters import SoftOverlongPenalty, VariedRewards
+from rlpost.rollout.sampler import Sampler, SamplerSettings
+from rlpost.trainer.advantages import StepAdvantages
 from rlpost.types import Completion, Example, Prompt, Rollout
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -67,8 +70,8 @@ class Recorder:
 class Saved:
     """Stands for the checkpoints and keeps the last one."""
 
-    def save(self, policy: Any, step: int, state: dict[str, Any], ahead: Sequence[Any]) -> None:
-        self.step, self.state, self.ahead = step, state, pickle.loads(pickle.dumps(ahead))
+    def save(self, policy: Any, step: int, about: dict[str, Any], parts: dict[str, Any]) -> None:
+        self.step, self.parts = step, pickle.loads(pickle.dumps(parts))
 
     def finish(self) -> None: ...
 
@@ -79,36 +82,36 @@ def digits(*, completions: list[str], **_: Any) -> list[float | None]:
 
 def make_loop(scripts: list[str], per_step: int = 2, samples: int = 2, **settings: Any) -> tuple[Loop, Recorder]:
     prompts = [Prompt(Example((), None), (i,), script) for i, script in enumerate(scripts)]
-    policy = Recorder()
-    parts = ("group_filter", "reward_processing", "advantage", "reward", "checkpoints", "evaluator")
-    extra = {k: settings.pop(k) for k in parts if k in settings}
+    policy, steps = Recorder(), settings.pop("steps", 1)
+    take = lambda name, default=None: settings.pop(name, default)  # noqa: E731
+    reward = take("reward", RewardSum({"digits": digits}, {"digits": 1.0}))
+    of_sampler = {name: settings.pop(name) for name in ("max_attempts", "staleness") if name in settings}
+    sampler = Sampler(
+        PromptStream(prompts, seed=0),
+        Scripted(),
+        reward,
+        Sampling(max_tokens=8),
+        SamplerSettings(steps, per_step, samples, seed=0, **of_sampler),
+        take("group_filter"),
+        take("reward_processing"),
+    )
+    each = reward.weights if take("normalize_each_reward") else None
+    advantages = StepAdvantages(take("advantage", GroupAdvantage("none")), policy, take("kl_in_reward", 0.0), each)
     loop = Loop(
-        **{
-            "reward": RewardSum({"digits": digits}, {"digits": 1.0}),
-            "advantage": GroupAdvantage("none"),
-            "checkpoints": Saved(),
-            "evaluator": None,
-            **extra,
-        },
-        stream=PromptStream(prompts, seed=0),
-        engine=Scripted(),
-        policy=policy,
-        correct=Correctness("digits"),
-        sampling=Sampling(max_tokens=8),
-        settings=LoopSettings(
-            **{"steps": 1, "eval_at_end": False, **settings},
-            prompts_per_step=per_step,
-            samples_per_prompt=samples,
-            seed=0,
-        ),
-        tracker=None,
+        sampler,
+        advantages,
+        policy,
+        take("evaluator"),
+        Saved(),
+        StepRecorder(None, StepProgress(steps, enabled=False), Correctness("digits")),
+        LoopSettings(**{"steps": steps, "eval_at_end": False, **settings}),
         stop_requested=lambda: False,
     )
     return loop, policy
 
 
 def step(loop: Loop) -> list[Rollout]:
-    loop._one_step(1, StepProgress(1, 0, enabled=False))
+    loop._one_step(1)
     ((rollouts, _),) = loop.policy.updates
     return rollouts
 
@@ -127,14 +130,16 @@ def test_without_a_filter_every_group_is_trained_on() -> None:
 def test_what_the_engine_says_of_itself_is_reported() -> None:
     logged: list[dict[str, float]] = []
     loop, _ = make_loop(["11", "10"])
-    loop.tracker = SimpleNamespace(log=lambda step, metrics, rollouts: logged.append(metrics))
-    loop._one_step(1, SimpleNamespace(phase=lambda *_: None, step=lambda *_: None))
+    loop.recorder.tracker = SimpleNamespace(log=lambda step, metrics, rollouts: logged.append(metrics))
+    loop.recorder.progress = SimpleNamespace(phase=lambda *_: None, step=lambda *_: None)
+    loop._one_step(1)
     assert [metrics["rollout/servers"] for metrics in logged] == [2.0]
 
 
 def test_dynamic_sampling_refills_until_the_step_is_full() -> None:
     loop, _ = make_loop(["11"] * 3 + ["10"] * 3, per_step=3, group_filter=VariedRewards(), max_attempts=10)
-    sampled, kept_ids, metrics = loop._sample(1, {}, StepProgress(1, 0, enabled=False))
+    batch = loop.sampler.next_batch(1)
+    sampled, kept_ids, metrics = batch.rollouts, batch.group_ids, batch.metrics
     kept = [r for r in sampled if r.kept]
     assert len(kept_ids) == 3
     assert {r.prompt.text for r in kept} == {"10"}
@@ -171,7 +176,7 @@ def test_a_row_where_every_function_says_none_has_advantage_zero() -> None:
 
 def test_rewards_are_processed_before_advantages() -> None:
     """Completions of 1, 2, 3 tokens, reward 1 each; the last third of the limit costs up to 1."""
-    loop, _ = make_loop(["111"], per_step=1, samples=3, reward_processing=[SoftOverlongPenalty(3, 1 / 3)])
+    loop, _ = make_loop(["111"], per_step=1, samples=3, reward_processing={"overlong": SoftOverlongPenalty(3, 1 / 3)})
     assert [r.advantage for r in step(loop)] == pytest.approx([1 / 3, 1 / 3, -2 / 3])
 
 
@@ -194,7 +199,7 @@ def test_each_reward_can_be_normalised_by_itself() -> None:
 
 
 def run(loop: Loop) -> None:
-    loop.run(StepProgress(loop.settings.steps, loop.step, enabled=False))
+    loop.run()
 
 
 def trained(policy: Recorder) -> list[list[tuple[str, int]]]:
@@ -212,15 +217,18 @@ def test_steps_are_sampled_by_the_weights_of_so_many_steps_before(staleness: int
     on_policy, expected = make_loop(scripts, steps=6, checkpoint_at_end=False)
     run(on_policy)
     assert trained(policy) == trained(expected)
-    assert loop.ahead == {}
+    assert loop.sampler.state_dict()["ahead"] == [{}]
 
 
 def test_an_evaluation_is_of_the_newest_weights() -> None:
     seen = []
-    loop, _ = make_loop(["10"] * 4, steps=4, staleness=2, eval_every=2, evaluator=lambda state: record())
+    loop, _ = make_loop(["10"] * 4, steps=4, staleness=2, eval_every=2, evaluator=lambda step: record(step))
 
-    def record() -> dict[str, float]:
-        seen.append((loop.step, loop.engine.version))
+    def record(step: int) -> dict[str, float]:
+        (rollout,) = loop.sampler.sample_held_out(
+            [Prompt(Example((), None), (0,), "1")], 1, Sampling(max_tokens=8), step
+        )
+        seen.append((loop.step, rollout.completion.policy_version))
         return {}
 
     run(loop)
@@ -235,19 +243,16 @@ def test_what_was_sampled_ahead_is_in_the_checkpoint(within: bool) -> None:
     run(whole)
 
     loop, first = make_loop(scripts, steps=6, staleness=2)
-    loop.stop_requested = lambda: 5 in loop.ahead if within else len(first.updates) == 2
+    loop.stop_requested = lambda: 5 in loop.sampler._ahead if within else len(first.updates) == 2
     with pytest.raises(Interrupted):
         run(loop)
     saved = loop.checkpoints
     assert saved.step == 2
-    (ahead,) = saved.ahead
+    (ahead,) = saved.parts["sampler"]["ahead"]
     assert sorted(ahead) == ([3, 4, 5] if within else [3, 4])
 
     resumed, second = make_loop(scripts, steps=6, staleness=2)
-    resumed.step = saved.step
-    resumed.stream.load_state_dict(saved.state["stream"])
-    resumed.engine.load_weights([], saved.step)
-    resumed.restore_ahead(saved.ahead)
+    resumed.restore(saved.step, saved.parts)
     run(resumed)
     assert trained(first) + trained(second) == trained(expected)
     versions = [{r.completion.policy_version for r in rollouts} for rollouts, _ in second.updates]
@@ -260,6 +265,45 @@ def test_weights_that_could_not_be_loaded_end_the_run() -> None:
     def fail(named_weights: Iterable[Any], version: int) -> None:
         raise RuntimeError("no server is left")
 
-    loop.engine.load_weights = fail
+    loop.sampler._engine.load_weights = fail
     with pytest.raises(RuntimeError, match="no server is left"):
         run(loop)
+
+
+class Halved:
+    """Reward processing that remembers: every call halves the rewards, and counts."""
+
+    calls = 0
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
+        self.calls += 1
+        return [rollout.reward / 2 for rollout in rollouts]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_resumed_run_processes_rewards_once_and_with_the_state_they_had(staleness: int) -> None:
+    scripts = ["10", "12", "13", "14"]
+
+    def made() -> tuple[Loop, Recorder, Halved]:
+        halved = Halved()
+        loop, policy = make_loop(scripts, steps=5, staleness=staleness, reward_processing={"halved": halved})
+        loop.hooks = {"halved": halved}
+        return loop, policy, halved
+
+    loop, first, _ = made()
+    loop.stop_requested = lambda: len(first.updates) == 2
+    with pytest.raises(Interrupted):
+        run(loop)
+    resumed, second, halved = made()
+    resumed.restore(loop.checkpoints.step, loop.checkpoints.parts)
+    run(resumed)
+    assert [len(policy.updates) for policy in (first, second)] == [2, 3]
+    assert halved.calls == 5
+    for rollouts, _ in [*first.updates, *second.updates]:
+        assert [r.reward for r in rollouts] == [r.rewards["digits"] / 2 for r in rollouts]

@@ -197,6 +197,36 @@ def test_a_users_own_reward_and_one_that_raises(work: Path, monkeypatch: pytest.
     assert client.get_run(status["mlflow_run_id"]).info.status == "FAILED"
 
 
+BROKEN = """
+class Engine:
+    def __init__(self, directory, end_token_ids, max_model_len, trust_remote_code):
+        raise TypeError("this engine cannot be made")
+"""
+
+
+def test_a_plugin_that_cannot_be_made_ends_the_tracking_run_and_leaves_its_traceback(work: Path) -> None:
+    (work / "unmade.py").write_text(BROKEN)
+    (work / "own/rollout").mkdir(parents=True)
+    (work / "own/rollout/unmade.yaml").write_text("engine:\n  _target_: unmade.Engine\nmax_tokens: 8\n")
+    own = ["--config-dir", "own", "plugins.allow=[unmade]", *TINY, "rollout=unmade", "run_dir=runs/unmade"]
+    failed = rlpost(work, *own, code=2, PYTHONPATH=str(work))
+    assert "unmade.Engine: this engine cannot be made" in failed.stderr
+    status = json.loads((work / "runs/unmade/status.json").read_text())
+    assert (status["state"], status["kind"]) == ("failed", "configuration")
+    assert 'raise TypeError("this engine cannot be made")' in (work / "runs/unmade/run.log").read_text()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{work}/outputs/mlflow.db")
+    assert client.get_run(status["mlflow_run_id"]).info.status == "FAILED"
+
+
+def test_without_held_out_prompts_it_trains_and_evaluates_only_what_is_there(work: Path) -> None:
+    nothing = [*LIGHT, "tracking=none", "steps=1", "task.held_out=0"]
+    rlpost(work, *nothing, "evaluation.at_end=false", "run_dir=runs/nothing")
+    assert len(rows(work / "runs/nothing")) == 1
+    refused = rlpost(work, *nothing, "evaluation.every=1", "run_dir=runs/refused", code=2)
+    assert "evaluation.every=1: the task holds out no prompts to evaluate" in refused.stderr
+    assert "evaluation.every=0, evaluation.at_end=false" in refused.stderr
+
+
 def test_the_worked_example_of_every_hook(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = Path(__file__).parents[1] / "docs" / "examples"
     monkeypatch.setenv("PYTHONPATH", str(examples))

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from rlpost.config.build import correct_function, correct_function_by_task
 from rlpost.errors import UserError, run_command
+from rlpost.evaluate import Correctness
 from rlpost.record.completions import load_rollouts
 from rlpost.sweep.compare import compare, make_arm, plot, sentences, table
 
@@ -33,11 +35,10 @@ def _main() -> int:
         raise UserError(f"{arguments.run_dir}: not a run directory (no config.yaml)")
     cfg = OmegaConf.load(config_file)
     rollouts = load_rollouts(arguments.run_dir, arguments.step)
-    function = cfg.evaluation.correct_function or next(iter(rollouts[0].rewards))
-    correct = [
-        r.rewards[function] is not None and r.rewards[function] >= cfg.evaluation.correct_threshold for r in rollouts
-    ]
-    arms = compare(rollouts, made, cfg.rollout.max_tokens, correct)
+    is_correct = Correctness(correct_function(cfg), cfg.evaluation.correct_threshold, correct_function_by_task(cfg))
+    correct = [is_correct(r) for r in rollouts]
+    loss_masks = [not (cfg.algorithm.mask_truncated and r.completion.finish_reason == "length") for r in rollouts]
+    arms = compare(rollouts, made, cfg.rollout.max_tokens, correct, loss_masks)
 
     out = arguments.out or arguments.run_dir / "compare"
     out.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlpost.config.build import build, reward_nodes
+from rlpost.config.build import build, correct_function, correct_function_by_task
 from rlpost.errors import UserError, run_command
 from rlpost.record.completions import saved_steps
 from rlpost.record.page import page, spread_steps
@@ -68,8 +68,8 @@ def _main() -> int:
     steps = parse_steps(arguments.steps, saved) if arguments.steps else spread_steps(arguments.run_dir, saved)
     out = arguments.out or arguments.run_dir / "completions.html"
     cfg = OmegaConf.load(arguments.run_dir / "config.yaml")
-    correct = cfg.evaluation.correct_function or next(iter(reward_nodes(cfg)))
-    shown = (str(cfg.name), correct, cfg.evaluation.correct_threshold, _token_texts(cfg))
+    functions = (correct_function(cfg), correct_function_by_task(cfg))
+    shown = (str(cfg.name), *functions, cfg.evaluation.correct_threshold, _token_texts(cfg))
     out.write_text(page(arguments.run_dir, steps, *shown), encoding="utf-8")
     print(f"{out}: {len(steps)} of {len(saved)} steps")
     return 0

@@ -66,6 +66,22 @@ def reward_nodes(cfg: DictConfig) -> dict[str, RewardNode]:
     return {name: split(node) for name, node in plain.items()}
 
 
+def correct_function(cfg: DictConfig) -> str:
+    """The reward function that decides whether a completion is correct."""
+    return cfg.evaluation.correct_function or next(iter(reward_nodes(cfg)))
+
+
+def correct_function_by_task(cfg: DictConfig) -> dict[str, str]:
+    """For tasks of a mixture that `correct_function` does not apply to, the first function that does."""
+    nodes, default = reward_nodes(cfg), correct_function(cfg)
+    found = {}
+    for task in OmegaConf.select(cfg, "task.tasks") or ():
+        applying = [name for name, node in nodes.items() if node.tasks is None or task in node.tasks]
+        if applying and default not in applying:
+            found[task] = applying[0]
+    return found
+
+
 def target_nodes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
     """Every plug-in point: its key, its node, and the parameters the program fills in."""
     keys = ["algorithm.advantage", "algorithm.loss", "reducer", "model", "task", "cluster"]
@@ -122,6 +138,13 @@ def check_task(cfg: DictConfig) -> None:
         from rlpost.data.stream import rising
 
         rising(data.train, cfg.stream.curriculum)
+    e = cfg.evaluation
+    asked = [key for key, is_set in (("every", e.every), ("at_start", e.at_start), ("at_end", e.at_end)) if is_set]
+    if asked and not data.held_out:
+        raise UserError(
+            f"evaluation.{asked[0]}={e[asked[0]]}: the task holds out no prompts to evaluate; hold some out, or set "
+            + ", ".join(f"evaluation.{key}={0 if key == 'every' else 'false'}" for key in asked)
+        )
     if not data.train:
         raise UserError("task: no prompt is left to train on; hold out fewer, or give held-out rows that differ")
 

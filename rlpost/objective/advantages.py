@@ -7,23 +7,16 @@ the baseline is the group's.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from rlpost.types import Stateful
+
 
 class Advantage(Protocol):
     def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor: ...  # [N] float64, [N] int64 -> [N] float64
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An advantage that remembers earlier steps; checkpoints keep its state."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)

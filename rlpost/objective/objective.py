@@ -45,6 +45,15 @@ class Objective:
     entropy_coef: float = 0.0
 
     @property
+    def hooks(self) -> dict[str, Loss | Reducer | Correction]:
+        """The parts that a configuration names."""
+        return {
+            "loss": self.loss,
+            "reducer": self.reducer,
+            **{f"correction.{name}": correction for name, correction in self.corrections.items()},
+        }
+
+    @property
     def is_zero_at_zero_advantage(self) -> bool:
         """Whether a sequence of advantage 0 has a gradient of exactly 0."""
         return not self.kl_coef and not self.entropy_coef and getattr(self.loss, "zero_at_zero_advantage", False)

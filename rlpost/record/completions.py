@@ -1,5 +1,6 @@
 """The completions table: one Parquet file a step, a row a rollout. Its columns are written and read here alone."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
         {
             "step": step,
             "policy_version": r.completion.policy_version,
+            "task": r.prompt.example.task,
             "group_id": r.prompt.group_id,
             "sample_index": r.sample_index,
             "prompt": r.prompt.text,
@@ -86,9 +88,8 @@ def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
         raise UserError(f"{run_dir}: no completions of step {step}; {have}")
     rollouts = []
     for row in read_rows(run_dir, step):
-        prompt = Prompt(
-            Example((), row["answer"]), tuple(row["prompt_token_ids"]), row["prompt"], group_id=row["group_id"]
-        )
+        example = Example((), row["answer"], task=row.get("task", ""))
+        prompt = Prompt(example, tuple(row["prompt_token_ids"]), row["prompt"], group_id=row["group_id"])
         completion = Completion(
             tuple(row["token_ids"]),
             tuple(row["rollout_logprobs"]),
@@ -96,7 +97,11 @@ def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
             row["finish_reason"],
             tuple(row["sampled"]) if row.get("sampled") else None,
         )
-        rewards = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
+        rewards = {
+            name.removeprefix("reward/"): math.nan if value is None else value
+            for name, value in row.items()
+            if name.startswith("reward/")
+        }
         rollout = Rollout(prompt, completion, row["sample_index"], rewards, row["reward"], kept=row["kept"])
         if rollout.kept:
             rollouts.append(rollout)

@@ -6,7 +6,7 @@ its log-probability or by its importance ratio; filters by step, reward, correct
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,9 @@ def read_groups(run_dir: Path, steps: Sequence[int], to_text: Callable[[int], st
     for step in steps:
         for row in read_rows(run_dir, step):
             key = (step, row["group_id"])
-            group = groups.setdefault(
-                key,
-                {"step": step, "id": row["group_id"], "prompt": row["prompt"], "answer": row["answer"], "samples": []},
-            )
+            about = {name: row[name] for name in ("step", "prompt", "answer")}
+            about |= {"id": row["group_id"], "task": row.get("task", ""), "samples": []}
+            group = groups.setdefault(key, about)
             group["samples"].append(_sample(row, to_text))
     return list(groups.values())
 
@@ -80,6 +79,7 @@ def page(
     steps: Sequence[int],
     name: str,
     correct: str,
+    correct_by_task: Mapping[str, str],
     threshold: float,
     to_text: Callable[[int], str] | None,
 ) -> str:
@@ -87,10 +87,17 @@ def page(
 
     Args:
         name: the run's.
-        correct, threshold: a completion counts as correct if this reward function gives it at least so much.
+        correct, correct_by_task, threshold: a completion counts as correct if this reward function, or that of its task,
+            gives it at least so much.
         to_text: a token's text; None shows completions in one piece, without colours.
     """
-    data = {"groups": read_groups(run_dir, steps, to_text), "correct": correct, "threshold": threshold}
+    groups = read_groups(run_dir, steps, to_text)
+    for group in groups:
+        function = correct_by_task.get(group["task"], correct)
+        for sample in group["samples"]:
+            reward = sample["rewards"].get(function)
+            sample["correct"] = reward is not None and reward >= threshold
+    data = {"groups": groups}
     embedded = json.dumps(data, ensure_ascii=False).replace("</", "<\\/").replace("<!--", "<\\!--")
     template = jinja2.Environment(autoescape=True).from_string(
         (files("rlpost.record") / "page.html.j2").read_text(encoding="utf-8")

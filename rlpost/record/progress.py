@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 class StepProgress:
     """A progress bar with reward, length, tokens per second and time left; one printed line a step."""
 
-    def __init__(self, num_steps: int, done: int, enabled: bool = True) -> None:
+    def __init__(self, num_steps: int, enabled: bool = True) -> None:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=not enabled)
         self._num_steps = num_steps
-        self._first = done
+        self._first = 0
         self._started = time.monotonic()
         self._live = Progress(
             TextColumn("[bold]{task.description}"),
@@ -25,7 +25,12 @@ class StepProgress:
             console=self._console,
             disable=not (enabled and self._console.is_terminal),
         )
-        self._task = self._live.add_task("training", total=num_steps, completed=done, note="")
+        self._task = self._live.add_task("training", total=num_steps, note="")
+
+    def start_after(self, step: int) -> None:
+        """Count the time left from here: the steps up to this one are done."""
+        self._first, self._started = step, time.monotonic()
+        self._live.update(self._task, completed=step)
 
     def __enter__(self) -> "StepProgress":
         self._live.start()

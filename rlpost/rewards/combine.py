@@ -77,6 +77,11 @@ class RewardSum:
         """One a function, in the order of a rollout's `rewards`."""
         return list(self._weights.values())
 
+    @property
+    def hooks(self) -> dict[str, RewardFunction]:
+        """The functions that run in this process, under the names of their settings."""
+        return {f"reward.{name}": function for name, function in {**self._plain, **self._waiting}.items()}
+
     def wait_until_ready(self) -> None:
         """Raises: UserError if a function that runs in a process of its own cannot be made."""
         if self._processes:

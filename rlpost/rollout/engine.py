@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rlpost.errors import UserError
+from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.types import Completion, Prompt, Rollout
 
 
@@ -51,6 +52,14 @@ class Sampling:
     def of(self, prompt: Prompt) -> "Sampling":
         """With the prompt's own settings."""
         return replace(self, **prompt.sampling) if prompt.sampling else self
+
+    def for_evaluation(self, temperature: float) -> "Sampling":
+        """The same at another temperature."""
+        return replace(self, temperature=temperature)
+
+    def distribution(self) -> SamplingDistribution:
+        """The distribution that the trainer takes its log-probabilities under."""
+        return SamplingDistribution(self.temperature, self.top_p, self.top_k, self.min_p, self.excluded)
 
     @property
     def biases(self) -> dict[int, float]:

@@ -132,12 +132,14 @@ class Episodes:
         self._engine.close()
 
     def _continued(self, prompt: Prompt, episode: _Running, limit: int) -> Prompt:
-        left = limit - len(episode.token_ids)
+        own = {**prompt.sampling, "max_tokens": limit - len(episode.token_ids)}
+        if "stop" in own:  # in place of the run's strings, and beside the environment's
+            own["stop"] = (*own["stop"], *self._environment.stop)
         return replace(
             prompt,
             token_ids=(*prompt.token_ids, *episode.token_ids),
             unexpanded_ids=(*prompt.unexpanded_ids, *episode.token_ids),
-            sampling={**prompt.sampling, "max_tokens": left},
+            sampling=own,
         )
 
     def _after(self, running: _Running, turn: Completion, prompt: Prompt, limit: int) -> Completion | None:

@@ -41,18 +41,20 @@ def compare(
     arms: Mapping[str, tuple[Any, Any]],
     max_completion_tokens: int,
     correct: Sequence[bool],
+    loss_masks: Sequence[bool] | None = None,
 ) -> list[Arm]:
     """What each arm makes of the rollouts.
 
     Args:
         arms: name -> (advantage, reducer).
         correct: one a rollout.
+        loss_masks: one a rollout, False for those that the run gave no gradient; None: all have one.
     """
     rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
     group_ids = torch.tensor([r.prompt.group_id for r in rollouts])
-    everything = [True] * len(rollouts)
-    totals = step_totals(rollouts, everything, max_completion_tokens)
-    (batch,) = pack(rollouts, everything, sys.maxsize, "padded")
+    masks = [True] * len(rollouts) if loss_masks is None else list(loss_masks)
+    totals = step_totals(rollouts, masks, max_completion_tokens)
+    (batch,) = pack(rollouts, masks, sys.maxsize, "padded")
     rollout_of_token = torch.tensor(list(batch.rollout_ids))[batch.sequence_index]
     thirds = _length_thirds(rollouts)
     result: list[Arm] = []

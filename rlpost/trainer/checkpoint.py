@@ -1,7 +1,7 @@
 """Checkpoints: everything the next step depends on, complete or not there at all.
 
 checkpoints/step-000010/   model and optimizer shards (torch.distributed.checkpoint), state.json, rng-<rank>.pt,
-                           ahead.pickle (rollouts of later steps, where sampling runs ahead)
+                           parts.pickle (the states of the run's other parts, by name)
 """
 
 import json
@@ -9,7 +9,7 @@ import logging
 import pickle
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rlpost import distributed
+from rlpost.errors import UserError
 from rlpost.trainer.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -49,12 +50,12 @@ class Checkpoints:
         complete = sorted(self._directory.glob("step-*"))
         return complete[-1] if complete else None
 
-    def save(self, policy: Policy, step: int, state: dict[str, Any], ahead: Sequence[Any] = ()) -> None:
+    def save(self, policy: Policy, step: int, about: Mapping[str, Any], parts: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint of `step`, by all ranks together; visible only once it is whole.
 
         Args:
-            state: what else the next step needs, as JSON (the prompt stream, counters, the tracking id).
-            ahead: rollouts of later steps, on the main rank.
+            about: what a reader may want to know of the run, as JSON.
+            parts: the states of everything else that the next step depends on, by name; the main rank's are kept.
 
         Raises: RuntimeError if the one before could not be written.
         """
@@ -64,10 +65,9 @@ class Checkpoints:
         if distributed.is_main():
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir(parents=True)
-            everything = {"step": step, "scheduler": policy.scheduler.state_dict(), **state}
+            everything = {"step": step, "scheduler": policy.scheduler.state_dict(), **about}
             (building / "state.json").write_text(json.dumps(everything, default=_plain), encoding="utf-8")
-            if ahead:
-                (building / "ahead.pickle").write_bytes(pickle.dumps(ahead))
+            (building / "parts.pickle").write_bytes(pickle.dumps(dict(parts or {})))
         distributed.barrier()
         torch.save(_rng_state(), building / f"rng-{distributed.rank()}.pt")
         distributed.barrier()
@@ -98,16 +98,21 @@ class Checkpoints:
             self._prune()
 
     def peek(self, path: Path) -> dict[str, Any]:
-        """The state given to `save`, with `step` and `scheduler`, without loading any weights."""
+        """What was said about the run, with `step` and `scheduler`, without loading any weights."""
         return json.loads((path / "state.json").read_text(encoding="utf-8"))
 
-    def ahead(self, path: Path) -> Sequence[Any]:
-        """The rollouts of later steps given to `save`."""
-        file = path / "ahead.pickle"
-        return pickle.loads(file.read_bytes()) if file.is_file() else ()
+    def parts(self, path: Path) -> dict[str, Any]:
+        """The states given to `save`.
+
+        Raises: UserError for a checkpoint of a version of rlpost that kept them otherwise.
+        """
+        file = path / "parts.pickle"
+        if not file.is_file():
+            raise UserError(f"{path}: an earlier version of rlpost wrote it, which alone can go on with it")
+        return pickle.loads(file.read_bytes())
 
     def load(self, path: Path, policy: Policy) -> dict[str, Any]:
-        """Restore policy and random number generators in place. Returns: the state given to `save`, with `step`."""
+        """Restore policy and random number generators in place. Returns: what was said about the run, and `step`."""
         loaded = _weights(policy)
         dcp.load(loaded, checkpoint_id=path / "weights")
         set_state_dict(

@@ -147,6 +147,9 @@ def test_an_environments_stop_strings_end_turns(prompt: Prompt, reply_format: Re
     engine = Scripted(tiny_tokenizer, f"7{END}")
     play(engine, environment, reply_format, prompt, stop=("###",))
     assert engine.stops == [("###", "</calc>")]
+    own = Scripted(tiny_tokenizer, f"7{END}")
+    play(own, environment, reply_format, replace(prompt, sampling={"stop": ("!",)}), stop=("###",))
+    assert own.stops == [("!", "</calc>")]  # the row's in place of the run's, and beside the environment's
 
 
 def test_turns_and_tokens_are_bounded(prompt: Prompt, reply_format: ReplyFormat, tiny_tokenizer: Any) -> None:

@@ -1,0 +1,101 @@
+"""A step's record: how long its parts took, and what its rollouts and its update tell, of all ranks together."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+from rlpost import distributed
+from rlpost.record.metrics import rollout_metrics
+from rlpost.record.progress import StepProgress
+from rlpost.record.tracker import Tracker
+from rlpost.types import Rollout
+
+
+class Recorder:
+    """Every rank has one; the main rank's has the tracker.
+
+    Args: correct: whether a rollout counts as correct, for the lengths of correct and incorrect completions.
+
+    Attributes: tokens: completion tokens that all ranks have sampled in the run.
+    """
+
+    def __init__(self, tracker: Tracker | None, progress: StepProgress, correct: Callable[[Rollout], bool]) -> None:
+        self.tracker, self.progress, self.tokens = tracker, progress, 0
+        self._correct = correct
+        self._step = 0
+        self._seconds: dict[str, float] = {}
+        self._started = 0.0
+        self._ended: float | None = None
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._step, self._started = step, time.perf_counter()
+        self._seconds = {"rollout": 0.0, "reward": 0.0}
+        if self._ended is not None:  # records, evaluation and checkpoint of the step before
+            self._seconds["between_steps"] = self._started - self._ended
+
+    def say(self, phase: str) -> None:
+        """Show what is going on within the step."""
+        self.progress.phase(self._step, phase)
+
+    @contextmanager
+    def phase(self, name: str, shown: str | None = None) -> Iterator[None]:
+        """Count the time within as time/<name>. Args: shown: what a person sees meanwhile; None: what was shown before."""
+        if shown is not None:
+            self.say(shown)
+        started = time.perf_counter()
+        yield
+        self.add({name: time.perf_counter() - started})
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        for name, value in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
+
+    def end(self) -> None:
+        """The step is whole: the engine has the new weights."""
+        self._ended = time.perf_counter()
+        self._seconds["step"] = self._ended - self._started
+
+    def initial(self, evaluation: Mapping[str, float]) -> None:
+        """Write down what was measured before the first step."""
+        if self.tracker:
+            self.tracker.log(0, evaluation, [])
+
+    def step(self, sampled: Sequence[Rollout], trained: Sequence[Rollout], *metrics: Mapping[str, float]) -> None:
+        """Write a step down. All ranks call it together.
+
+        Args:
+            sampled: this rank's rollouts, those that were left out too.
+            trained: those that this rank trained on, which may have been sampled elsewhere.
+            metrics: the same on every rank.
+        """
+        num_tokens = sum(len(r.completion.token_ids) for r in sampled)
+        total = int(distributed.sum_over_ranks({"tokens": num_tokens})["tokens"])
+        self.tokens += total
+        everyones = [r for share in distributed.gather_to_main(list(sampled)) for r in share]
+        known = distributed.gather_to_main({(r.prompt.group_id, r.sample_index): r.trainer_logprobs for r in trained})
+        if self.tracker is None:
+            return
+        logprobs = {place: values for share in known for place, values in share.items()}
+        for r in everyones:
+            r.trainer_logprobs = logprobs.get((r.prompt.group_id, r.sample_index), ())
+        written: dict[str, float] = {}
+        update, *others = metrics
+        for part in (update, rollout_metrics(everyones, self._correct), *others):
+            written.update(part)
+        written.update({f"time/{name}": value for name, value in self._seconds.items()})
+        written["rollout/tokens_per_s"] = total / self._seconds["sampling"]
+        written["rollout/staleness"] = max(self._step - 1 - r.completion.policy_version for r in everyones)
+        written["tokens/total"] = self.tokens
+        written["memory/rss_gb"] = psutil.Process().memory_info().rss / 1e9
+        self.tracker.log(self._step, written, everyones)
+        self.progress.step(self._step, written)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.tokens = state["tokens"]
