@@ -13,7 +13,7 @@ PORT ?= 5000
 TRL = $(shell sed -n 's/^bench = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock train test test-fast coverage mutate lint format ui sweep bench clean
+.PHONY: help setup lock train test test-fast coverage mutate docs lint format ui sweep bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ coverage: $(READY) ## Lines and branches of the objective that its tests run
 mutate: $(READY) ## Mutation testing of the objective (docs/mutation.md)
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run
 	@$(BIN)/mutmut results
+
+docs: $(READY) ## Write docs/settings.md anew from the schema
+	@$(BIN)/python -m rlpost.config.reference
 
 lint: $(READY) ## Check style, formatting and the import contracts
 	@$(BIN)/ruff check .

@@ -124,15 +124,24 @@ def model_shape() -> Shape:
 def make_policy(directory: Path, precision: str = "float32") -> Any:
     """A Policy with the default objective, optimizer and micro-batches."""
     from rlpost import distributed
+    from rlpost.config.schema import AlgorithmConfig, TrainerConfig
     from rlpost.objective.logprobs import SamplingDistribution
     from rlpost.objective.objective import Objective
     from rlpost.trainer import model as trainer_model
-    from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
+    from rlpost.trainer.optimizer import AdamW
+    from rlpost.trainer.policy import Policy
 
     distributed.init()
-    scorer = trainer_model.shard(
-        trainer_model.load(directory), SamplingDistribution(), distributed.sharding_mesh(), precision
+    trainer = TrainerConfig(precision=precision)
+    policy_model = trainer_model.shard(
+        trainer_model.load(directory), SamplingDistribution(), distributed.sharding_mesh(), trainer
     )
-    optimizer = make_optimizer(scorer, 1e-6, (0.9, 0.95), 1e-8, 0.0)
-    settings = UpdateSettings(max_completion_tokens=2**15)
-    return Policy(scorer, None, Objective(), optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)
+    return Policy(
+        policy_model,
+        None,
+        Objective(),
+        AdamW(lr=1e-6)(policy_model.parameters(), 1),
+        AlgorithmConfig(),
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        max_completion_tokens=2**15,
+    )

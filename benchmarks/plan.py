@@ -67,7 +67,7 @@ def counts() -> dict[str, tuple[float, float]]:
     policy = make_policy(directory)
     rollouts = synthetic(8, 8, BATCH.prompt, BATCH.completion, shape.vocabulary)
     (batch,) = pack(rollouts, [True] * len(rollouts), BATCH.budget)
-    own = {p.untyped_storage().data_ptr() for p in policy.scorer.parameters()}
+    own = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def counts() -> dict[str, tuple[float, float]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _hidden_states(policy.scorer.language_model, batch, None)
+        _hidden_states(policy.model.language_model, batch, None)
     kept = float(sum(t.untyped_storage().nbytes() for t in saved.values()))
     saved.clear()
     expected = BATCH.positions * (shape.layers * shape.saved_bytes(4) + shape.norm_bytes(4))
@@ -88,7 +88,7 @@ def counts() -> dict[str, tuple[float, float]]:
     flops = BATCH.update(shape, checkpointing=False) - 3 * shape.attention(BATCH.pairs)
     found["update without attention, FLOPs"] = (flops, counter.get_total_flops())
 
-    parameters = list(policy.scorer.parameters())
+    parameters = list(policy.model.parameters())
     moments = [state[name] for state in policy.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     real = sum(t.nbytes for t in [*parameters, *(p.grad for p in parameters), *moments])
     names = ("weights, float32", "gradients, float32", "AdamW's moments, float32")

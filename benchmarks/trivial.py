@@ -27,7 +27,7 @@ class Trivial:
 
     def launch(self, run_dir: Path) -> int:
         run = RunDir(run_dir)
-        cfg = run.config()
+        settings = run.settings()
         (run_dir / "started_by").write_text(str(os.getppid()), encoding="utf-8")  # on Ray: the node's own process
         deadline = time.monotonic() + 60
         while (
@@ -36,10 +36,10 @@ class Trivial:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.processes} processes were to begin a job")
             time.sleep(0.05)
-        if cfg.seed == self.fail_seed:
+        if settings.seed == self.fail_seed:
             run.set_state("failed", error="RuntimeError: fail_seed")
             return 1
-        rewards = [0.1 * (cfg.seed % 3) + self.slope * step for step in range(1, cfg.steps + 1)]
+        rewards = [0.1 * (settings.seed % 3) + self.slope * step for step in range(1, settings.steps + 1)]
         rows = [
             {
                 "step": step,
@@ -51,6 +51,6 @@ class Trivial:
         ]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         last = rewards[-5:]
-        run.write_result({"steps": cfg.steps, "reward_last_5": sum(last) / len(last)})
-        run.set_state("finished", step=cfg.steps)
+        run.write_result({"steps": settings.steps, "reward_last_5": sum(last) / len(last)})
+        run.set_state("finished", step=settings.steps)
         return 0

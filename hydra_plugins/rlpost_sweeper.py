@@ -146,9 +146,9 @@ class ArmsSweeper(Sweeper):
         """Its workers' imports begin as well. Returns: the hash of its configuration. Raises: UserError that names the arm."""
         try:
             own = self._compose(job)
-            validate(own)
+            settings = validate(own)
             if self._config.hydra.launcher._target_ in LAUNCHERS_HERE:
-                prepare(own)
+                prepare(settings)
         except UserError as error:
             raise UserError(f"arm {job.arm}: {error}") from error
         return provenance.config_hash(own)

@@ -3,23 +3,30 @@
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from rlpost import distributed
-from rlpost.config.build import build, correct_function, correct_function_by_task, flat, reward_nodes
+from rlpost.config.build import (
+    build,
+    build_metric,
+    correct_function,
+    correct_function_by_task,
+    flat,
+    reward_nodes,
+)
+from rlpost.config.schema import Config
 from rlpost.data.mixture import named
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.stream import PromptStream
 from rlpost.data.vision import Vision
 from rlpost.errors import UserError
 from rlpost.evaluate import Correctness, Evaluator
-from rlpost.loop import Loop, LoopSettings
+from rlpost.loop import Loop
 from rlpost.models.sources import (
     context_of,
     end_token_ids,
@@ -40,12 +47,12 @@ from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.processes import ScoringProcesses
 from rlpost.rollout.engine import Engine, Sampling, with_own_settings
 from rlpost.rollout.episodes import Episodes, ReplyFormat
-from rlpost.rollout.sampler import Sampler, SamplerSettings
+from rlpost.rollout.sampler import Sampler
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.advantages import StepAdvantages
 from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.lora import WithoutAdapters, add_adapters
-from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
+from rlpost.trainer.policy import Policy
 from rlpost.types import Prompt, Stateful
 
 log = logging.getLogger("rlpost")
@@ -72,8 +79,8 @@ class Model:
 class Prompts:
     """A task's prompts, as the model's token ids."""
 
-    train: list[Prompt]
-    held_out: list[Prompt]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
     weights: Mapping[str, float]  # shares by task, of a mixture
     task: str
 
@@ -86,36 +93,21 @@ def assemble(run: RunDir, stop_requested: Callable[[], bool]) -> Loop:
     Raises: UserError for whatever a user can mend.
     """
     started = time.perf_counter()
-    cfg = run.config()
-    checkpoints = Checkpoints(run.path / "checkpoints", cfg.checkpoint.keep)
-    latest = checkpoints.latest()
-    reward = _reward(cfg)
-    model = _model(cfg)
-    environment = None if cfg.environment is None else build(cfg.environment)
-    sampling = _sampling(cfg, model)
-    prompts = _prompts(cfg, model, sampling, getattr(environment, "tools", ()))
+    settings = run.settings()
+    checkpoints = Checkpoints(run.path / "checkpoints", settings.checkpoint.keep)
+    reward = _reward(settings)
+    model = _model(settings)
+    environment = build(settings.environment) if settings.environment else None
+    sampling = Sampling.from_settings(settings.rollout, placeholder_token_ids(model.directory))
+    prompts = _prompts(settings, model, sampling, getattr(environment, "tools", ()))
     reward.wait_until_ready()
-    objective = _objective(cfg)
-    advantage = build(cfg.algorithm.advantage)
-    tracker = _tracker(run, cfg, checkpoints.peek(latest)["mlflow_run_id"] if latest else None)
+    latest = checkpoints.latest()
+    tracker = _tracker(run, settings, checkpoints.peek(latest)["mlflow_run_id"] if latest else None)
     try:
-        policy = _policy(cfg, model, objective, sampling, prompts)
+        policy = _policy(settings, model, sampling, prompts)
         gc.freeze()  # vLLM collects garbage several times as it starts
-        engine = _engine(cfg, model, environment)
-        sampler = _sampler(cfg, prompts, engine, reward, sampling)
-        threshold = cfg.evaluation.correct_threshold
-        correct = Correctness(correct_function(cfg), threshold, correct_function_by_task(cfg))
-        loop = Loop(
-            sampler,
-            _advantages(cfg, advantage, policy, reward),
-            policy,
-            _evaluator(cfg, prompts, sampler, correct, sampling),
-            checkpoints,
-            Recorder(tracker, StepProgress(cfg.steps, enabled=distributed.is_main()), correct),
-            _loop_settings(cfg),
-            stop_requested,
-            _stateful({"advantage": advantage, **objective.hooks, **sampler.hooks, **reward.hooks}),
-        )
+        sampler = _sampler(settings, prompts, _engine(settings, model, environment), reward, sampling)
+        loop = _loop(settings, policy, sampler, prompts, checkpoints, tracker, stop_requested)
         if latest:
             loop.restore(checkpoints.load(latest, policy)["step"], checkpoints.parts(latest))
     except BaseException as error:
@@ -124,152 +116,150 @@ def assemble(run: RunDir, stop_requested: Callable[[], bool]) -> Loop:
         raise
     if tracker:
         tracker.resume_after(loop.step)
-    _say_ready(cfg, loop, prompts, time.perf_counter() - started)
+    _say_ready(settings, loop, prompts, time.perf_counter() - started)
     return loop
 
 
-def _say_ready(cfg: DictConfig, loop: Loop, prompts: Prompts, seconds: float) -> None:
+def _loop(
+    settings: Config,
+    policy: Policy,
+    sampler: Sampler,
+    prompts: Prompts,
+    checkpoints: Checkpoints,
+    tracker: Tracker | None,
+    stop_requested: Callable[[], bool],
+) -> Loop:
+    advantages = _advantages(settings, policy)
+    threshold = settings.evaluation.correct_threshold
+    correct = Correctness(correct_function(settings), threshold, correct_function_by_task(settings))
+    metrics = {name: build_metric(name, given) for name, given in settings.metrics.items()}
+    hooks = {"advantage": advantages.advantage, **policy.hooks, **sampler.hooks}
+    return Loop(
+        sampler,
+        advantages,
+        policy,
+        Evaluator(prompts.held_out, sampler, correct, sampler.sampling, settings.evaluation)
+        if prompts.held_out
+        else None,
+        checkpoints,
+        Recorder(tracker, StepProgress(settings.steps, enabled=distributed.is_main()), correct, metrics),
+        settings.steps,
+        settings.evaluation,
+        settings.checkpoint,
+        stop_requested,
+        {name: part for name, part in hooks.items() if isinstance(part, Stateful)},
+    )
+
+
+def _say_ready(settings: Config, loop: Loop, prompts: Prompts, seconds: float) -> None:
     loop.recorder.progress.start_after(loop.step)
     loop.recorder.progress.say(
-        f"{cfg.name}: {cfg.steps} steps of {cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples, "
-        f"{len(prompts.train)} training and {len(prompts.held_out)} held-out prompts of {prompts.task}, "
+        f"{settings.name}: {settings.steps} steps of {settings.prompts_per_step} prompts x "
+        f"{settings.samples_per_prompt} samples, {len(prompts.train)} training and {len(prompts.held_out)} held-out "
+        f"prompts of {prompts.task}, "
         + (f"going on after step {loop.step}, " if loop.step else "")
         + f"ready in {seconds:.0f} s"
     )
 
 
-def _stateful(parts: Mapping[str, Any]) -> dict[str, Stateful]:
-    """The parts of the algorithm that remember something from step to step."""
-    return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
-
-
-def _reward(cfg: DictConfig) -> RewardSum:
-    nodes = reward_nodes(cfg)
+def _reward(settings: Config) -> RewardSum:
+    nodes, scoring = reward_nodes(settings), settings.scoring
     beside = {name: node.target for name, node in nodes.items() if node.runs_in == "processes"}
     processes = None
     if beside:
-        processes = ScoringProcesses(
-            "rlpost.rewards.worker", list(beside), beside, cfg.scoring.processes, cfg.scoring.timeout
-        )
+        processes = ScoringProcesses("rlpost.rewards.worker", list(beside), beside, scoring.processes, scoring.timeout)
     only = {name: frozenset(node.tasks) for name, node in nodes.items() if node.tasks is not None}
     here = {name: build(node.target) for name, node in nodes.items() if name not in beside}
-    weights = {name: node.weight for name, node in nodes.items()}
-    return RewardSum(here, weights, processes, cfg.scoring.on_error, cfg.scoring.timeout, only)
+    return RewardSum(here, {name: node.weight for name, node in nodes.items()}, processes, scoring, only)
 
 
-def _model(cfg: DictConfig) -> Model:
-    source = build(cfg.model)
+def _model(settings: Config) -> Model:
+    source = build(settings.model)
     directory = source.directory()
     tokenizer = load_tokenizer(directory, source.trust_remote_code)
     vision = Vision(load_processor(directory, source.trust_remote_code)) if takes_images(directory) else None
     end_tokens = end_token_ids(directory, tokenizer)
-    max_len = cfg.prompt.max_tokens + cfg.rollout.max_tokens
+    max_len = settings.prompt.max_tokens + settings.rollout.max_tokens
     if (context := context_of(directory)) is not None and max_len > context:
         raise UserError(f"prompt.max_tokens + rollout.max_tokens = {max_len} is over the model's context of {context}")
     return Model(directory, tokenizer, vision, end_tokens, max_len, source.trust_remote_code)
 
 
-def _sampling(cfg: DictConfig, model: Model) -> Sampling:
-    r = cfg.rollout
-    return Sampling(
-        max_tokens=r.max_tokens,
-        temperature=r.temperature,
-        top_p=r.top_p,
-        top_k=r.top_k,
-        min_p=r.min_p,
-        repetition_penalty=r.repetition_penalty,
-        stop=tuple(r.stop),
-        bad_words=tuple(r.bad_words),
-        logit_bias=dict(r.logit_bias),
-        excluded=placeholder_token_ids(model.directory),
-        regex=r.regex,
-        json_schema=r.json_schema,
-        choice=tuple(r.choice),
-    )
-
-
-def _prompts(cfg: DictConfig, model: Model, sampling: Sampling, tools: Any) -> Prompts:
-    task = build(cfg.task)
+def _prompts(settings: Config, model: Model, sampling: Sampling, tools: Any) -> Prompts:
+    task = build(settings.task)
     data = task.load()
-    prompt_format = PromptFormat(**cfg.prompt)
-    train, kept = ([named(e, task.name) for e in examples] for examples in (data.train, data.held_out))
-    prompts = prompt_format.apply(train, model.template, "training", tools)
-    held_out = (
-        prompt_format.apply(kept[: cfg.evaluation.max_prompts], model.template, "held-out", tools) if kept else []
-    )
-    if cfg.rollout.per_prompt is not None:
-        prompts = with_own_settings(prompts, cfg.rollout.per_prompt, sampling)
-        held_out = with_own_settings(held_out, cfg.rollout.per_prompt, sampling)
-    return Prompts(prompts, held_out, data.weights, task.name)
+    prompt_format = PromptFormat(**asdict(settings.prompt))
+
+    def prompts_of(examples: Sequence[Any], what: str) -> list[Prompt]:
+        if not examples:
+            return []
+        prompts = prompt_format.apply([named(e, task.name) for e in examples], model.template, what, tools)
+        column = settings.rollout.per_prompt
+        return prompts if column is None else with_own_settings(prompts, column, sampling)
+
+    held_out = data.held_out[: settings.evaluation.max_prompts]
+    return Prompts(prompts_of(data.train, "training"), prompts_of(held_out, "held-out"), data.weights, task.name)
 
 
-def _objective(cfg: DictConfig) -> Objective:
+def _objective(settings: Config) -> Objective:
+    algorithm = settings.algorithm
     return Objective(
-        loss=build(cfg.algorithm.loss),
-        reducer=build(cfg.reducer),
-        corrections={name: build(node) for name, node in cfg.algorithm.corrections.items()},
-        kl_coef=cfg.algorithm.kl.coef if cfg.algorithm.kl.place == "loss" else 0.0,
-        kl_estimator=cfg.algorithm.kl.estimator,
-        kl_unbiased=cfg.algorithm.kl.unbiased,
-        kl_reducer=cfg.algorithm.kl.reducer,
-        entropy_coef=cfg.algorithm.entropy_coef,
+        loss=build(algorithm.loss),
+        reducer=build(settings.reducer),
+        corrections={name: build(node) for name, node in algorithm.corrections.items()},
+        kl=algorithm.kl,
+        entropy_coef=algorithm.entropy_coef,
     )
 
 
-def _policy(cfg: DictConfig, model: Model, objective: Objective, sampling: Sampling, prompts: Prompts) -> Policy:
-    torch.manual_seed(cfg.seed)
-    t, o, a = cfg.trainer, cfg.optimizer, cfg.algorithm
-    distributed.split_context(t.context_parallel)
-    mesh = distributed.sharding_mesh(t.replicas)
+def _policy(settings: Config, model: Model, sampling: Sampling, prompts: Prompts) -> Policy:
+    torch.manual_seed(settings.seed)
+    trainer, algorithm = settings.trainer, settings.algorithm
+    distributed.split_context(trainer.context_parallel)
+    mesh = distributed.sharding_mesh(trainer.replicas)
 
-    def scorer(checkpointing: bool) -> trainer_model.TokenScorer:
-        language_model = trainer_model.load(model.directory, t.layout, model.trust_remote_code)
-        if t.lora.rank:
-            add_adapters(language_model, t.lora.rank, t.lora.alpha, t.lora.targets)
-        return trainer_model.shard(
-            language_model, sampling.distribution(), mesh, t.precision, checkpointing, model.vision, t.cpu_offload
-        )
+    def load(checkpointing: bool) -> trainer_model.PolicyModel:
+        language_model = trainer_model.load(model.directory, trainer.layout, model.trust_remote_code)
+        if trainer.lora.rank:
+            add_adapters(language_model, trainer.lora)
+        own = replace(trainer, activation_checkpointing=checkpointing)
+        return trainer_model.shard(language_model, sampling.distribution(), mesh, own, model.vision)
 
-    trained = scorer(t.activation_checkpointing)
+    trained = load(trainer.activation_checkpointing)
     reference = None
-    if a.kl.coef > 0 or a.kl.measure:
-        reference = WithoutAdapters(trained) if t.lora.rank else scorer(False)
-    optimizer = make_optimizer(trained, o.lr, o.betas, o.eps, o.weight_decay)
-    scheduler = make_scheduler(optimizer, o.schedule, o.warmup_steps, cfg.steps * a.num_mini_batches * a.num_epochs)
-    if t.precision == "bfloat16" and distributed.device().type == "cpu" and not has_bfloat16():
+    if algorithm.kl.needs_reference:
+        reference = WithoutAdapters(trained) if trainer.lora.rank else load(checkpointing=False)
+    num_optimizer_steps = settings.steps * algorithm.num_mini_batches * algorithm.num_epochs
+    if trainer.precision == "bfloat16" and distributed.device().type == "cpu" and not has_bfloat16():
         log.warning("this CPU has no bfloat16 instructions: trainer.precision=float32 is several times as fast on it")
-    is_plain = all(sampling.of(prompt).is_plain for prompt in prompts.train)
-    return Policy(trained, reference, objective, optimizer, scheduler, _update_settings(cfg, is_plain))
+    return Policy(
+        trained,
+        reference,
+        _objective(settings),
+        build(settings.optimizer)(trained.parameters(), num_optimizer_steps),
+        algorithm,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        max_completion_tokens=settings.rollout.max_tokens,
+        max_logprob_diff=_max_logprob_diff(settings, sampling, prompts),
+        seed=settings.seed,
+    )
 
 
-def _update_settings(cfg: DictConfig, is_plain: bool) -> UpdateSettings:
-    """Args: is_plain: whether every prompt's tokens come from the softmax alone."""
-    a = cfg.algorithm
-    max_logprob_diff = cfg.rollout.max_logprob_diff
-    if not is_plain and max_logprob_diff is not None:
+def _max_logprob_diff(settings: Config, sampling: Sampling, prompts: Prompts) -> float | None:
+    """The bound on the difference between engine and trainer, where the trainer knows what the engine samples from."""
+    bound = settings.rollout.max_logprob_diff
+    if bound is not None and not all(sampling.of(prompt).is_plain for prompt in prompts.train):
         log.warning(
             "top_p, top_k, min_p, a penalty, a bias or a guide: the engine's log-probabilities are of a distribution whose "
             "edges the trainer's rounding can miss, so rollout.max_logprob_diff is reported and not enforced"
         )
-        max_logprob_diff = None
-    return UpdateSettings(
-        max_completion_tokens=cfg.rollout.max_tokens,
-        num_mini_batches=a.num_mini_batches,
-        num_epochs=a.num_epochs,
-        micro_batch_tokens=cfg.trainer.micro_batch_tokens,
-        max_grad_norm=cfg.optimizer.max_grad_norm,
-        mask_truncated=a.mask_truncated,
-        top_entropy_share=a.top_entropy_share,
-        reference_every=a.kl.reference_every,
-        reference_mix=a.kl.reference_mix,
-        max_logprob_diff=max_logprob_diff,
-        seed=cfg.seed,
-    )
+        return None
+    return bound
 
 
-def _engine(cfg: DictConfig, model: Model, environment: Any) -> Engine:
+def _engine(settings: Config, model: Model, environment: Any) -> Engine:
     engine = build(
-        cfg.rollout.engine,
+        settings.rollout.engine,
         directory=model.directory,
         end_token_ids=model.end_tokens,
         max_model_len=model.max_len,
@@ -277,81 +267,56 @@ def _engine(cfg: DictConfig, model: Model, environment: Any) -> Engine:
     )
     if environment is None:
         return engine
-    return Episodes(engine, environment, ReplyFormat(model.template, model.end_tokens), cfg.rollout.max_turns)
+    return Episodes(engine, environment, ReplyFormat(model.template, model.end_tokens), settings.rollout.max_turns)
 
 
-def _sampler(cfg: DictConfig, prompts: Prompts, engine: Engine, reward: RewardSum, sampling: Sampling) -> Sampler:
-    a = cfg.algorithm
+def _sampler(settings: Config, prompts: Prompts, engine: Engine, reward: RewardSum, sampling: Sampling) -> Sampler:
+    algorithm = settings.algorithm
     return Sampler(
-        PromptStream(prompts.train, cfg.seed, prompts.weights, cfg.stream.curriculum),
+        PromptStream(prompts.train, settings.seed, prompts.weights, settings.stream.curriculum),
         engine,
         reward,
         sampling,
-        SamplerSettings(
-            num_steps=cfg.steps,
-            prompts_per_step=cfg.prompts_per_step,
-            samples_per_prompt=cfg.samples_per_prompt,
-            seed=cfg.seed,
-            max_attempts=a.max_attempts,
-            staleness=cfg.rollout.staleness,
-        ),
-        None if a.filter is None else build(a.filter),
-        {name: build(node) for name, node in a.reward_processing.items()},
+        settings,
+        max_attempts=algorithm.max_attempts,
+        staleness=settings.rollout.staleness,
+        group_filter=build(algorithm.filter) if algorithm.filter else None,
+        reward_processing={name: build(node) for name, node in algorithm.reward_processing.items()},
     )
 
 
-def _advantages(cfg: DictConfig, advantage: Any, policy: Policy, reward: RewardSum) -> StepAdvantages:
-    kl = cfg.algorithm.kl
-    each = cfg.algorithm.multi_reward == "normalize_then_sum"
-    return StepAdvantages(advantage, policy, kl.coef if kl.place == "reward" else 0.0, reward.weights if each else None)
+def _advantages(settings: Config, policy: Policy) -> StepAdvantages:
+    algorithm = settings.algorithm
+    each = algorithm.multi_reward == "normalize_then_sum"
+    weights = [node.weight for node in reward_nodes(settings).values()]
+    return StepAdvantages(build(algorithm.advantage), policy, algorithm.kl.reward_coef, weights if each else None)
 
 
-def _evaluator(
-    cfg: DictConfig, prompts: Prompts, sampler: Sampler, correct: Correctness, sampling: Sampling
-) -> Evaluator | None:
-    e = cfg.evaluation
-    if not prompts.held_out:
-        return None
-    return Evaluator(
-        prompts.held_out, sampler, correct, sampling.for_evaluation(e.temperature), e.num_samples, e.pass_at
-    )
-
-
-def _loop_settings(cfg: DictConfig) -> LoopSettings:
-    return LoopSettings(
-        steps=cfg.steps,
-        eval_every=cfg.evaluation.every,
-        eval_at_start=cfg.evaluation.at_start,
-        eval_at_end=cfg.evaluation.at_end,
-        checkpoint_every=cfg.checkpoint.every,
-        checkpoint_at_end=cfg.checkpoint.at_end,
-    )
-
-
-def _tracker(run: RunDir, cfg: DictConfig, mlflow_run_id: str | None) -> Tracker | None:
+def _tracker(run: RunDir, settings: Config, mlflow_run_id: str | None) -> Tracker | None:
     """The record of the run, on the main rank."""
     if not distributed.is_main():
         return None
+    tracking = settings.tracking
     sink = None
-    if cfg.tracking.uri:
+    if tracking.uri:
         sink = MlflowSink(
-            uri=cfg.tracking.uri,
-            experiment=cfg.tracking.experiment,
-            run_name=cfg.tracking.run_name or run.path.name,
-            parent_run_id=cfg.tracking.parent_run_id,
-            params=flat(OmegaConf.to_container(cfg)),
+            uri=tracking.uri,
+            experiment=tracking.experiment,
+            run_name=tracking.run_name or run.path.name,
+            parent_run_id=tracking.parent_run_id,
+            params=flat(run.config()),
             tags={
                 "run_dir": str(run.path),
-                "config_hash": provenance.config_hash(cfg),
-                "seed": str(cfg.seed),
-                **cfg.tracking.tags,
+                "config_hash": provenance.config_hash(run.config()),
+                "seed": str(settings.seed),
+                **tracking.tags,
                 **provenance.git_state(Path(__file__).parent),
                 **provenance.versions(),
             },
             files=[run.path / "config.yaml", run.path / "overrides.yaml"],
-            artifacts=cfg.tracking.artifacts,
+            artifacts=tracking.artifacts,
             run_id=mlflow_run_id or run.status().get("mlflow_run_id"),
         )
-    tracker = Tracker(run.path, sink, cfg.tracking.completions_every, cfg.tracking.traces)
+    tracker = Tracker(run.path, sink, tracking)
     run.set_state("running", mlflow_run_id=tracker.mlflow_run_id)
     return tracker

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlpost import distributed
+from rlpost.config.schema import EvaluationConfig
 from rlpost.rollout.engine import Sampling
 from rlpost.rollout.sampler import Sampler
 from rlpost.types import Prompt, Rollout
@@ -48,15 +49,15 @@ class Evaluator:
         sampler: Sampler,
         correct: Correctness,
         sampling: Sampling,
-        num_samples: int,
-        pass_at: Sequence[int],
+        evaluation: EvaluationConfig,
     ) -> None:
+        """Args: sampling: that of the run; the evaluation's temperature takes the place of its own."""
         self._prompts = [replace(prompt, group_id=index) for index, prompt in enumerate(prompts)]
         self._sampler = sampler
         self._correct = correct
-        self._sampling = sampling
-        self._num_samples = num_samples
-        self._pass_at = list(pass_at)
+        self._sampling = sampling.for_evaluation(evaluation.temperature)
+        self._num_samples = evaluation.num_samples
+        self._pass_at = list(evaluation.pass_at)
 
     def __call__(self, step: int) -> dict[str, float]:
         """Evaluate the weights after a step, over all ranks.

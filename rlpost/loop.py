@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from rlpost.config.schema import CheckpointConfig, EvaluationConfig
 from rlpost.distributed import balanced
 from rlpost.evaluate import Evaluator
 from rlpost.record.recorder import Recorder
@@ -17,26 +18,12 @@ class Interrupted(Exception):  # noqa: N818 - a request to stop, not an error
     """A signal asked the run to stop; its last whole step is in a checkpoint."""
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """How long the loop goes on, and what it does when.
-
-    Attributes: eval_every, checkpoint_every: steps between them, 0 for never (but for the ends).
-    """
-
-    steps: int
-    eval_every: int = 0
-    eval_at_start: bool = False
-    eval_at_end: bool = True
-    checkpoint_every: int = 10
-    checkpoint_at_end: bool = True
-
-
 @dataclass
 class Loop:
     """Everything a run consists of.
 
     Attributes:
+        steps: training steps of the run.
         stop_requested: whether the run was asked to stop, on any rank.
         hooks: the parts of the algorithm that have a state, by name; checkpoints hold it.
         step: the last whole step.
@@ -48,7 +35,9 @@ class Loop:
     evaluator: Evaluator | None
     checkpoints: Checkpoints
     recorder: Recorder
-    settings: LoopSettings
+    steps: int
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
     stop_requested: Callable[[], bool]
     hooks: Mapping[str, Stateful] = field(default_factory=dict)
     step: int = 0
@@ -58,19 +47,18 @@ class Loop:
 
         Raises: Interrupted after a signal, with a checkpoint of the last whole step written.
         """
-        s = self.settings
         evaluation: dict[str, float] = {}
-        if s.eval_at_start and self.step == 0:
+        if self.evaluation.at_start and self.step == 0:
             evaluation = self._evaluate()
             self.recorder.initial(evaluation)
-        while self.step < s.steps:
+        while self.step < self.steps:
             evaluation = self._one_step(self.step + 1) or evaluation
-            last = self.step == s.steps
-            if (s.checkpoint_every and self.step % s.checkpoint_every == 0) or (last and s.checkpoint_at_end):
+            is_last = self.step == self.steps
+            if self._is_due(self.checkpoint):
                 self.save()
-            if not last and self.stop_requested():
+            if not is_last and self.stop_requested():
                 self._stop()
-        if s.eval_at_end and not evaluation:
+        if self.evaluation.at_end and not evaluation:
             evaluation = self._evaluate()
         self.checkpoints.finish()
         return evaluation
@@ -84,21 +72,23 @@ class Loop:
             self.sampler.take_back()
             self._stop()
         with record.phase("reward"):
-            self.advantages.assign(batch.kept)
+            self.advantages.assign(batch.trained_on)
         with record.phase("update", shown="update"):
-            trained = balanced(batch.kept)
+            trained = balanced(batch.trained_on)
             metrics = self.policy.update(trained, batch.group_ids, step)
         with record.phase("sync", shown="weight sync"):
             self.sampler.load_weights(self.policy.named_weights(), step)
         record.end()
         self.step = step
 
-        s = self.settings
-        due = (s.eval_every and step % s.eval_every == 0) or (s.eval_at_end and step == s.steps)
-        evaluation = self._evaluate() if due else {}
-        engine = {f"rollout/{name}": value for name, value in self.sampler.metrics().items()}
-        record.step(batch.rollouts, trained, metrics, batch.metrics, evaluation, engine)
+        evaluation = self._evaluate() if self._is_due(self.evaluation) else {}
+        record.step(batch.rollouts, trained, metrics, batch.metrics, evaluation, self.sampler.metrics())
         return evaluation
+
+    def _is_due(self, settings: EvaluationConfig | CheckpointConfig) -> bool:
+        """Whether it is done after this step."""
+        is_last = self.step == self.steps
+        return (settings.every > 0 and self.step % settings.every == 0) or (is_last and settings.at_end)
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluator is None:
@@ -111,16 +101,15 @@ class Loop:
         self.checkpoints.finish()
         raise Interrupted
 
-    def save(self) -> None:
-        """Begin a checkpoint of the last whole step."""
-        tracker = self.recorder.tracker
-        about = {"mlflow_run_id": tracker.mlflow_run_id if tracker else None}
-        self.checkpoints.save(self.policy, self.step, about, {n: p.state_dict() for n, p in self.stateful.items()})
-
     @property
     def stateful(self) -> dict[str, Stateful]:
         """Everything but the policy that the next step depends on."""
         return {"sampler": self.sampler, "recorder": self.recorder, **self.hooks}
+
+    def save(self) -> None:
+        """Begin a checkpoint of the last whole step."""
+        about = {"mlflow_run_id": self.recorder.mlflow_run_id}
+        self.checkpoints.save(self.policy, self.step, about, {n: p.state_dict() for n, p in self.stateful.items()})
 
     def restore(self, step: int, saved: Mapping[str, Mapping[str, object]]) -> None:
         """Go on after a step, whose policy is loaded already."""
@@ -128,7 +117,3 @@ class Loop:
         for name, part in self.stateful.items():
             part.load_state_dict(saved[name])
         self.sampler.load_weights(self.policy.named_weights(), step)
-
-    def close(self) -> None:
-        """Leave whatever is under way."""
-        self.sampler.close()

@@ -55,7 +55,7 @@ class Completion:
     rollout_logprobs: tuple[float, ...]  # of each token, under the distribution it was sampled from
     text: str  # of the last turn, where there are several
     finish_reason: FinishReason  # "stop": an end token or stop string; "length": cut by the limit
-    sampled: tuple[bool, ...] | None = None  # which tokens the model sampled, replies between turns not; None: all
+    sampled_mask: tuple[bool, ...] | None = None  # which tokens the model sampled, replies between turns not; None: all
     messages: tuple[Mapping[str, str], ...] = ()  # of an episode: the model's turns and the replies to them
     environment_reward: float | None = None
     policy_version: int = 0  # the step whose weights sampled it (the oldest, of several); 0: the initial model
@@ -72,10 +72,13 @@ class Rollout:
     reward: float = float("nan")  # weighted sum over the functions that apply
     reward_errors: dict[str, str] = field(default_factory=dict)  # functions that failed on it, and why
     advantage: float = 0.0
-    trainer_logprobs: tuple[
-        float, ...
-    ] = ()  # of each token, by the trainer before the update; empty if it was left out
-    kept: bool = True  # False: sampled and scored, but left out of training by a filter
+    is_trained_on: bool = True  # False: sampled and scored, but left out of training by a filter
+
+    # What the trainer finds out about each token of the completion: [length] on the CPU, None where it was not asked.
+    trainer_logprobs: Tensor | None = field(default=None, compare=False)  # float32, before the step's first update
+    ref_logprobs: Tensor | None = field(default=None, compare=False)  # float32, by the reference model
+    entropy: Tensor | None = field(default=None, compare=False)  # float32, in nats, before the step's first update
+    has_policy_gradient: Tensor | None = field(default=None, compare=False)  # bool; None: all tokens
 
     @property
     def answer_text(self) -> str:
@@ -158,7 +161,7 @@ class PackedBatch:
 
     old_logprobs: Tensor | None = None  # [T], by the trainer before the update; None: take the current ones
     ref_logprobs: Tensor | None = None  # [T], by the reference model; None: no reference
-    keep: Tensor | None = None  # [T] bool, tokens with a policy gradient; None: all (top-entropy mask)
+    has_policy_gradient: Tensor | None = None  # [T] bool; None: all (top-entropy mask)
 
     @property
     def tokens(self) -> TokenView:

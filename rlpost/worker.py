@@ -105,7 +105,7 @@ def main(run_dir: str, meeting: str | None = None) -> int:
             if distributed.world_size() == 1:  # others may be gone, and the writers would wait for them
                 _finish_writing(loop)
             gc.freeze()  # vLLM collects garbage several times as it ends, too
-            loop.close()
+            loop.sampler.close()
         distributed.shutdown()
 
 

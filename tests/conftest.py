@@ -120,7 +120,7 @@ def make_rollout(
     answer: str | None = None,
     text: str = "",
     columns: dict[str, Any] | None = None,
-    sampled: Sequence[bool] | None = None,
+    sampled_mask: Sequence[bool] | None = None,
 ) -> Rollout:
     example = Example(({"role": "user", "content": "?"},), answer, columns or {})
     rollout = Rollout(
@@ -130,7 +130,7 @@ def make_rollout(
             tuple(logprobs or [-1.0] * len(completion)),
             text,
             finish_reason,
-            None if sampled is None else tuple(sampled),
+            None if sampled_mask is None else tuple(sampled_mask),
         ),
         sample_index,
     )

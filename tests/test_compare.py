@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.config.schema import TrackingConfig
 from rlpost.errors import UserError
 from rlpost.objective.advantages import GroupAdvantage
 from rlpost.objective.reducers import ConstantDivisor, SequenceMean, TokenMean
@@ -16,6 +17,9 @@ from tests.conftest import make_rollout
 from tests.runs import command
 
 CONFIG = """
+name: small
+run_dir: here
+tracking: {experiment: small}
 evaluation: {correct_function: null, correct_threshold: 1.0}
 rollout: {max_tokens: 8}
 algorithm: {mask_truncated: false}
@@ -31,8 +35,8 @@ def run(tmp_path: Path) -> Path:
     rollouts.append(make_rollout(1, reward=0.0))
     for rollout in rollouts:
         rollout.rewards = {"number": rollout.reward}
-    rollouts[2].kept = False
-    Tracker(tmp_path, None).log(3, {}, rollouts)
+    rollouts[2].is_trained_on = False
+    Tracker(tmp_path, None, TrackingConfig()).log(3, {}, rollouts)
     (tmp_path / "config.yaml").write_text(CONFIG)
     return tmp_path
 

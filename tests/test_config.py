@@ -8,10 +8,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from rlpost.commands.run import check_task
 from rlpost.config.build import (
-    RewardNode,
     build,
-    check_task,
     conf_dir,
     correct_function,
     correct_function_by_task,
@@ -55,15 +54,13 @@ def plain(*overrides: str) -> DictConfig:
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_of_every_group_is_valid(choice: str) -> None:
-    overrides = [choice, "run_dir=outputs/n/1", *NEEDS.get(choice, [])]
-    if not choice.startswith("experiment="):
-        overrides.append("name=n")
+    overrides = [choice, "name=n", "run_dir=outputs/n/1", *NEEDS.get(choice, [])]
     cfg = composed(*overrides)
-    validate(cfg)
+    settings = validate(cfg)
     OmegaConf.resolve(cfg)
     for key in ("reducer", "algorithm.loss", "algorithm.advantage", "model", "task", "cluster"):
-        build(OmegaConf.select(cfg, key))
-    for name, node in reward_nodes(cfg).items():
+        build(OmegaConf.to_container(OmegaConf.select(cfg, key)))
+    for name, node in reward_nodes(settings).items():
         if name not in ("model", "code"):  # one has to be on the disk, the other needs namespaces
             build(node.target)
 
@@ -108,9 +105,9 @@ def test_rewards_of_several_options_are_joined() -> None:
 def test_a_reward_group_that_is_one_target() -> None:
     cfg = plain("reward=number")
     cfg.reward = {"_target_": "rlpost.rewards.number.NumberReward"}
-    validate(cfg)
-    node = RewardNode({"_target_": "rlpost.rewards.number.NumberReward"}, weight=1.0, runs_in="processes")
-    assert reward_nodes(cfg) == {"numberreward": node}
+    (name, node), *others = reward_nodes(validate(cfg)).items()
+    assert (name, others, node.weight, node.runs_in) == ("numberreward", [], 1.0, "processes")
+    assert node.target["_target_"] == "rlpost.rewards.number.NumberReward"
 
 
 @pytest.mark.parametrize(
@@ -128,8 +125,8 @@ def test_a_reward_group_that_is_one_target() -> None:
             "task.tasks.sums.lo: .*did you mean 'low'",
         ),
         ("rollout.regex=a rollout.choice=[b]", "rollout.regex and rollout.choice are two ways to guide a completion"),
-        ("rollout=transformers rollout.regex=a", "rollout.regex: transformers does not guide completions"),
-        ("rollout=paged rollout.choice=[a]", "rollout.choice: transformers does not guide completions"),
+        ("rollout=transformers rollout.regex=a", "rollout.regex: TransformersEngine does not guide completions"),
+        ("rollout=paged rollout.choice=[a]", "rollout.choice: PagedTransformersEngine does not guide completions"),
         ("rollout=vllm_server rollout.engine.urls=[a:8000]", "'a:8000' is not a server's address; expected http://"),
         ("rollout=vllm_server rollout.engine.urls=[http://a:x]", "'http://a:x' is not a server's address"),
         ("rollout=vllm_server rollout.engine.urls=[http://a/v1]", "'http://a/v1' is not a server's address"),
@@ -149,7 +146,7 @@ def test_a_reward_group_that_is_one_target() -> None:
         ("rollout=vllm_server rollout.engine.num_servers=0", "num_servers=0: expected a whole number, at least 1"),
         ("rollout.max_turns=0", "rollout.max_turns=0: expected a whole number, at least 1"),
         ("scoring.on_error=nil", "scoring.on_error=nil: expected one of fail, zero, none"),
-        ("scoring.timeout=0", "scoring.timeout=0.0: expected a number of seconds over 0"),
+        ("scoring.timeout=0", "scoring.timeout=0.0: expected a number over 0"),
         ("scoring.processes=0", "scoring.processes=0: expected a whole number, at least 1"),
         ("steps=0", "steps=0: expected a whole number, at least 1"),
         ("samples_per_prompt=1", "samples_per_prompt=1 gives every completion the advantage 0"),

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from rlpost.config.schema import EvaluationConfig, StepConfig
 from rlpost.data.stream import PromptStream
 from rlpost.evaluate import Correctness, Evaluator, pass_at_k
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.number import NumberReward
 from rlpost.rollout.engine import Sampling
-from rlpost.rollout.sampler import Sampler, SamplerSettings
+from rlpost.rollout.sampler import Sampler
 from rlpost.types import Completion, Example, Prompt, Rollout
 from tests.conftest import make_rollout
 
@@ -67,8 +68,10 @@ def test_metrics_by_hand() -> None:
     prompts = [Prompt(Example((), a, task="sums"), (i,), "") for i, a in enumerate(["7", "9"])]
     reward = RewardSum({"number": NumberReward()}, {"number": 1.0})
     sampling = Sampling(max_tokens=8)
-    sampler = Sampler(PromptStream([], seed=3), engine, reward, sampling, SamplerSettings(1, 1, 1, seed=3))
-    evaluator = Evaluator(prompts, sampler, Correctness("number"), sampling, 4, [1, 2])
+    sampler = Sampler(PromptStream([], seed=3), engine, reward, sampling, StepConfig(steps=1, seed=3))
+    evaluator = Evaluator(
+        prompts, sampler, Correctness("number"), sampling, EvaluationConfig(num_samples=4, pass_at=[1, 2])
+    )
     assert evaluator(0) == pytest.approx(
         {
             "eval/sums/accuracy": 2 / 8,

@@ -22,6 +22,9 @@ from tests.trainer.test_policy import groups, make_policy, rollouts
 IDS = (5, 60, 70, 80, 90, 100)
 
 
+NAMED = {"name": "n", "run_dir": "r", "tracking": {"experiment": "n"}}  # what every configuration has
+
+
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.tensor([IDS]), use_cache=False).logits
@@ -66,12 +69,12 @@ def run(tmp_path: Path, process_group: None) -> Path:
     checkpoints = Checkpoints(tmp_path / "run/checkpoints")
     for step, value in ((3, 0.25), (10, 0.5)):
         with torch.no_grad():
-            for parameter in policy.scorer.parameters():
+            for parameter in policy.model.parameters():
                 parameter.fill_(value)
         checkpoints.save(policy, step, {})
         checkpoints.finish()
     cfg = {"model": {"_target_": "rlpost.models.tiny.TinyLlama", "tied": False}}
-    OmegaConf.save(OmegaConf.create(cfg), tmp_path / "run/config.yaml")
+    OmegaConf.save(OmegaConf.create({**NAMED, **cfg}), tmp_path / "run/config.yaml")
     return tmp_path / "run"
 
 
@@ -114,7 +117,10 @@ def test_what_cannot_be_exported_is_said_in_one_line(
     assert [path.name for path in full.iterdir()] == ["file"]
     with pytest.raises(UserError, match=r"not a run directory \(no config\.yaml\)"):
         export(tmp_path, tmp_path / "out")
-    (run / "config.yaml").write_text("model: {_target_: rlpost.models.tiny.TinyLlama, tied: false, num_layers: 3}")
+    (run / "config.yaml").write_text(
+        "name: n\nrun_dir: r\ntracking: {experiment: n}\n"
+        "model: {_target_: rlpost.models.tiny.TinyLlama, tied: false, num_layers: 3}"
+    )
     with pytest.raises(UserError, match="cannot be read as LlamaForCausalLM") as error:
         export(run, tmp_path / "out")
     assert "\n" not in str(error.value)
@@ -133,7 +139,7 @@ def test_adapters_are_merged(tmp_path: Path, process_group: None) -> None:
     checkpoints.save(policy, 1, {})
     checkpoints.finish()
     cfg = {"model": {"_target_": "rlpost.models.tiny.TinyLlama"}, "trainer": {"lora": {"rank": 4, "alpha": 8.0}}}
-    OmegaConf.save(OmegaConf.create(cfg), tmp_path / "run/config.yaml")
+    OmegaConf.save(OmegaConf.create({**NAMED, **cfg}), tmp_path / "run/config.yaml")
     export(tmp_path / "run", tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected = dict(policy.named_weights())

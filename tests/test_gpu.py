@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlpost import distributed
+from rlpost.config.schema import TrainerConfig
 from rlpost.data.packing import pack
 from rlpost.models.tiny import TinyLlama
 from rlpost.objective.logprobs import SamplingDistribution
@@ -16,10 +17,10 @@ from rlpost.objective.objective import Objective
 from rlpost.rollout.engine import Sampling
 from rlpost.trainer import attention
 from rlpost.trainer import model as trainer_model
-from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler, to_device
+from rlpost.trainer.policy import Policy, to_device
 from rlpost.types import Example, Prompt
 from tests.runs import TINY, rlpost, rows
-from tests.trainer.test_policy import groups, rollouts, weights
+from tests.trainer.test_policy import groups, policy_of, rollouts, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 # FlexAttention's kernels want heads of at least 16.
@@ -29,17 +30,17 @@ HEADS = TinyLlama(num_heads=4, num_kv_heads=2)
 def make(layout: str = "shared_prefix", precision: str = "float32", cpu_offload: bool = False) -> Policy:
     model = trainer_model.load(HEADS.directory(), layout)
     mesh = distributed.sharding_mesh()
-    scorer = trainer_model.shard(model, SamplingDistribution(), mesh, precision, cpu_offload=cpu_offload)
-    optimizer = make_optimizer(scorer, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    scheduler = make_scheduler(optimizer, "constant", 0, 10)
-    return Policy(scorer, None, Objective(), optimizer, scheduler, UpdateSettings(max_completion_tokens=8))
+    policy_model = trainer_model.shard(
+        model, SamplingDistribution(), mesh, TrainerConfig(precision=precision, cpu_offload=cpu_offload)
+    )
+    return policy_of(policy_model, Objective())
 
 
 def test_flex_attention_scores_packed_rows_like_padded_ones(process_group: None) -> None:
     packed, padded = make(), make("padded")
-    assert packed.scorer.language_model.config._attn_implementation == attention.FLEX
+    assert packed.model.language_model.config._attn_implementation == attention.FLEX
     made = rollouts()
-    ours, theirs = packed._score(packed.scorer, made)[0], padded._score(padded.scorer, made)[0]
+    ours, theirs = packed.logprobs(made), padded.logprobs(made)
     for i in range(len(made)):
         torch.testing.assert_close(ours[i], theirs[i], rtol=0, atol=1e-4)
     first, second = (policy.update(made, groups(made), step=1) for policy in (packed, padded))
@@ -49,7 +50,7 @@ def test_flex_attention_scores_packed_rows_like_padded_ones(process_group: None)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_offloaded_weights_are_trained_alike(process_group: None, precision: str) -> None:
     plain, offloaded = make(precision=precision), make(precision=precision, cpu_offload=True)
-    assert {p.device.type for p in offloaded.scorer.parameters()} == {"cpu"}
+    assert {p.device.type for p in offloaded.model.parameters()} == {"cpu"}
     made = rollouts()
     for policy in (plain, offloaded):
         policy.update(made, groups(made), step=1)

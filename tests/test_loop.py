@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
+from rlpost.config.schema import CheckpointConfig, EvaluationConfig, StepConfig
 from rlpost.data.stream import PromptStream
 from rlpost.evaluate import Correctness
-from rlpost.loop import Interrupted, Loop, LoopSettings
+from rlpost.loop import Interrupted, Loop
 from rlpost.objective.advantages import GroupAdvantage
 from rlpost.record.progress import StepProgress
 from rlpost.record.recorder import Recorder as StepRecorder
 from rlpost.rewards.combine import RewardSum
 from rlpost.rollout.engine import Sampling
 from rlpost.rollout.filters import SoftOverlongPenalty, VariedRewards
-from rlpost.rollout.sampler import Sampler, SamplerSettings
+from rlpost.rollout.sampler import Sampler
 from rlpost.trainer.advantages import StepAdvantages
 from rlpost.types import Completion, Example, Prompt, Rollout
 
@@ -91,9 +92,10 @@ def make_loop(scripts: list[str], per_step: int = 2, samples: int = 2, **setting
         Scripted(),
         reward,
         Sampling(max_tokens=8),
-        SamplerSettings(steps, per_step, samples, seed=0, **of_sampler),
-        take("group_filter"),
-        take("reward_processing"),
+        StepConfig(steps=steps, prompts_per_step=per_step, samples_per_prompt=samples),
+        group_filter=take("group_filter"),
+        reward_processing=take("reward_processing"),
+        **of_sampler,
     )
     each = reward.weights if take("normalize_each_reward") else None
     advantages = StepAdvantages(take("advantage", GroupAdvantage("none")), policy, take("kl_in_reward", 0.0), each)
@@ -104,9 +106,12 @@ def make_loop(scripts: list[str], per_step: int = 2, samples: int = 2, **setting
         take("evaluator"),
         Saved(),
         StepRecorder(None, StepProgress(steps, enabled=False), Correctness("digits")),
-        LoopSettings(**{"steps": steps, "eval_at_end": False, **settings}),
+        steps,
+        take("evaluation", EvaluationConfig(at_end=False)),
+        take("checkpoint", CheckpointConfig()),
         stop_requested=lambda: False,
     )
+    assert not settings
     return loop, policy
 
 
@@ -140,7 +145,7 @@ def test_dynamic_sampling_refills_until_the_step_is_full() -> None:
     loop, _ = make_loop(["11"] * 3 + ["10"] * 3, per_step=3, group_filter=VariedRewards(), max_attempts=10)
     batch = loop.sampler.next_batch(1)
     sampled, kept_ids, metrics = batch.rollouts, batch.group_ids, batch.metrics
-    kept = [r for r in sampled if r.kept]
+    kept = [r for r in sampled if r.is_trained_on]
     assert len(kept_ids) == 3
     assert {r.prompt.text for r in kept} == {"10"}
     assert {r.prompt.group_id for r in kept} == set(kept_ids)
@@ -210,11 +215,11 @@ def trained(policy: Recorder) -> list[list[tuple[str, int]]]:
 @pytest.mark.parametrize("staleness", [0, 1, 2, 9])
 def test_steps_are_sampled_by_the_weights_of_so_many_steps_before(staleness: int) -> None:
     scripts = ["10", "12", "13", "14", "20", "21"]
-    loop, policy = make_loop(scripts, steps=6, staleness=staleness, checkpoint_at_end=False)
+    loop, policy = make_loop(scripts, steps=6, staleness=staleness, checkpoint=CheckpointConfig(at_end=False))
     run(loop)
     versions = [{r.completion.policy_version for r in rollouts} for rollouts, _ in policy.updates]
     assert versions == [{max(0, step - 1 - staleness)} for step in range(1, 7)]
-    on_policy, expected = make_loop(scripts, steps=6, checkpoint_at_end=False)
+    on_policy, expected = make_loop(scripts, steps=6, checkpoint=CheckpointConfig(at_end=False))
     run(on_policy)
     assert trained(policy) == trained(expected)
     assert loop.sampler.state_dict()["ahead"] == [{}]
@@ -222,7 +227,13 @@ def test_steps_are_sampled_by_the_weights_of_so_many_steps_before(staleness: int
 
 def test_an_evaluation_is_of_the_newest_weights() -> None:
     seen = []
-    loop, _ = make_loop(["10"] * 4, steps=4, staleness=2, eval_every=2, evaluator=lambda step: record(step))
+    loop, _ = make_loop(
+        ["10"] * 4,
+        steps=4,
+        staleness=2,
+        evaluation=EvaluationConfig(every=2, at_end=False),
+        evaluator=lambda step: record(step),
+    )
 
     def record(step: int) -> dict[str, float]:
         (rollout,) = loop.sampler.sample_held_out(

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 from benchmarks.common import synthetic
 from rlpost import distributed
 from rlpost.commands import plan
+from rlpost.config.schema import TrainerConfig
 from rlpost.data.packing import attention_mask, pack
 from rlpost.errors import UserError
 from rlpost.objective import logprobs
@@ -26,7 +27,7 @@ from rlpost.planning.costs import CHUNK_ENTRIES, KEPT_ENTRIES, MODELS, Batch, Sh
 from rlpost.planning.estimate import Setting
 from rlpost.planning.hardware import Machine
 from rlpost.trainer import model as trainer_model
-from rlpost.trainer.policy import make_optimizer
+from rlpost.trainer.optimizer import AdamW
 
 SIZES = {
     "hidden_size": 64,
@@ -125,13 +126,13 @@ def tiny_shape(directory: Path) -> Shape:
 
 @pytest.mark.usefixtures("process_group")
 def test_weights_gradients_and_moments_are_those_of_the_real_objects(tiny_dir: Path) -> None:
-    scorer = scorer_of(trainer_model.load(tiny_dir))
-    optimizer = make_optimizer(scorer, 1e-6, (0.9, 0.95), 1e-8, 0.0)
+    policy_model = policy_model_of(trainer_model.load(tiny_dir))
+    optimizer = AdamW(lr=1e-6)(policy_model.parameters(), 1)
     (packed,) = pack(synthetic(2, 2, 8, 8, 259), [True] * 4, 2048)
-    scorer(packed)[0].sum().backward()
+    policy_model(packed)[0].sum().backward()
     optimizer.step()
-    parameters = list(scorer.parameters())
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    parameters = list(policy_model.parameters())
+    moments = [state[name] for state in optimizer.torch_optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     alone = replace(SETTING, shape=tiny_shape(tiny_dir), gpus=1)
     expected = {item.name: item.size for item in estimate.trainer_memory(alone)}
     assert expected["weights, float32"] == sum(p.nbytes for p in parameters)
@@ -139,9 +140,9 @@ def test_weights_gradients_and_moments_are_those_of_the_real_objects(tiny_dir: P
     assert expected["AdamW's moments, float32"] == sum(m.nbytes for m in moments)
 
 
-def scorer_of(model: torch.nn.Module, checkpointing: bool = False) -> trainer_model.TokenScorer:
-    mesh = distributed.sharding_mesh()
-    return trainer_model.shard(model, SamplingDistribution(), mesh, activation_checkpointing=checkpointing)
+def policy_model_of(model: torch.nn.Module, checkpointing: bool = False) -> trainer_model.PolicyModel:
+    trainer = TrainerConfig(activation_checkpointing=checkpointing)
+    return trainer_model.shard(model, SamplingDistribution(), distributed.sharding_mesh(), trainer)
 
 
 def addmm_flops(added: Any, a: torch.Size, b: torch.Size, out_shape: torch.Size, **unused: Any) -> int:
@@ -154,10 +155,10 @@ def addmm_flops(added: Any, a: torch.Size, b: torch.Size, out_shape: torch.Size,
 def test_flops_are_those_that_pytorch_counts(tiny_dir: Path, checkpointing: bool) -> None:
     """All but attention's, which PyTorch does not count on CPUs. In float64, which goes by no kernel of its own."""
     shape, batch = tiny_shape(tiny_dir), Batch(4, 4, 24, 20, 2048)
-    scorer = scorer_of(trainer_model.load(tiny_dir).double(), checkpointing)
+    policy_model = policy_model_of(trainer_model.load(tiny_dir).double(), checkpointing)
     (packed,) = pack(synthetic(4, 4, 24, 20, 259), [True] * 16, 2048)
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops}) as counter:
-        scored, _ = scorer(packed)
+        scored, _ = policy_model(packed)
         forward = counter.get_total_flops()
         scored.sum().backward()
     attention = shape.attention(batch.pairs)
@@ -308,8 +309,7 @@ def test_a_configuration_becomes_a_setting() -> None:
 def test_ranks_that_share_positions_or_repeat_parameters() -> None:
     arguments = plan.parser().parse_args(["--gpus", "16", *GPU])
     cfg = plan.composed(["prompts_per_step=16"], 16, None)
-    for key, value in (("context_parallel", 2), ("replicas", 4)):
-        OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
+    cfg.trainer.context_parallel, cfg.trainer.replicas = 2, 4
     s = plan.setting_of(cfg, SMALL, arguments)
     assert (s.context_parallel, s.replicas, s.shards, s.batch.groups, s.groups) == (2, 4, 4, 2, 16)
     cfg.trainer.replicas = 3

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.config.targets import check_target, mismatch, read_signature
+from rlpost.config.source import find
+from rlpost.config.targets import check_target, mismatch
 from rlpost.errors import UserError
 
 MODULE = """
@@ -80,7 +81,7 @@ def test_right_settings_pass(target: str, settings: dict[str, object]) -> None:
         ("Child", {"a": 1, "b": "x"}, r"key\.b=x: expected float \| None"),
         ("Plain", {"x": 1, "y": 3}, r"key\.y=3: expected bool"),
         ("function", {"word": "v"}, r"key\.n is missing"),
-        ("build", {"x": 1}, r"key\.x: pkg\.targets_mod\.build has no such setting"),
+        ("build", {"x": 1}, r"key\.x: there is no such setting"),
         ("Chold", {}, r"has no 'Chold'; did you mean 'Child'"),
     ],
 )
@@ -98,13 +99,13 @@ def test_injected_parameters_are_not_the_users() -> None:
 
 def test_modules_that_are_not_there() -> None:
     with pytest.raises(UserError, match="no module 'nowhere'"):
-        read_signature("nowhere", "Thing", "key")
+        find("nowhere", "Thing", "key")
     with pytest.raises(UserError, match=r"no module 'pkg\.nowhere'"):
-        read_signature("pkg.nowhere", "Thing", "key")
+        find("pkg.nowhere", "Thing", "key")
 
 
 def test_compiled_modules_cannot_be_read() -> None:
-    assert read_signature("math", "sqrt", "key") is None
+    assert find("math", "sqrt", "key") is None
 
 
 @pytest.mark.parametrize(

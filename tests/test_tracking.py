@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from rlpost.cluster.ranks import LOST_PEERS, conclude
 from rlpost.commands.run import _settle
+from rlpost.config.schema import TrackingConfig
 from rlpost.record.metrics_file import MetricsFile
 from rlpost.record.mlflow_sink import MlflowSink
 from rlpost.record.rundir import RunDir
@@ -43,7 +44,7 @@ def sqlite(tmp_path: Path) -> str:
 
 
 def test_metrics_are_lines_and_what_is_not_finite_is_null(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tracker = Tracker(tmp_path, None)
+    tracker = Tracker(tmp_path, None, TrackingConfig())
     with caplog.at_level(logging.INFO):
         tracker.log(1, {"reward/mean": 0.5, "x": math.nan}, ROLLOUTS)
         tracker.log(2, {"reward/mean": 0.25, "x": math.inf}, ROLLOUTS)
@@ -56,7 +57,7 @@ def test_metrics_are_lines_and_what_is_not_finite_is_null(tmp_path: Path, caplog
 
 
 def test_completions_are_parquet(tmp_path: Path) -> None:
-    Tracker(tmp_path, None).log(3, {}, ROLLOUTS)
+    Tracker(tmp_path, None, TrackingConfig()).log(3, {}, ROLLOUTS)
     rows = pq.read_table(tmp_path / "completions" / "step-000003.parquet").to_pylist()
     assert [row["completion"] for row in rows] == ["7", "8"]
     assert rows[0]["token_ids"] == [8, 9]
@@ -78,7 +79,9 @@ def test_a_resume_drops_later_lines_and_a_line_cut_short(tmp_path: Path) -> None
 
 def test_mlflow_gets_everything(sqlite: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: 1\n")
-    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path, files=[tmp_path / "config.yaml"]), completions_every=2)
+    tracker = Tracker(
+        tmp_path, make_sink(sqlite, tmp_path, files=[tmp_path / "config.yaml"]), TrackingConfig(completions_every=2)
+    )
     for step in (1, 2, 3):
         tracker.log(step, {"reward/mean": step / 4, "tokens/total": step, "bad": math.nan}, ROLLOUTS)
     tracker.close("FINISHED")
@@ -105,7 +108,7 @@ def test_a_trace_of_an_episode_has_its_turns(sqlite: str, tmp_path: Path) -> Non
         ROLLOUTS[0].completion,
         messages=({"role": "assistant", "content": "I ask."}, {"role": "user", "content": "= 7"}),
     )
-    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path), completions_every=1, traces=2)
+    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path), TrackingConfig(completions_every=1, traces=2))
     tracker.log(1, {"x": 1.0}, [replace(ROLLOUTS[0], completion=episode), ROLLOUTS[1]])
     tracker.close("FINISHED")
     client = mlflow.MlflowClient(tracking_uri=sqlite)
@@ -121,7 +124,7 @@ def test_a_trace_of_an_episode_has_its_turns(sqlite: str, tmp_path: Path) -> Non
 def test_a_store_that_fails_prints_no_traceback(
     sqlite: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path, patience_s=1))
+    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path, patience_s=1), TrackingConfig())
     with sqlite3.connect(sqlite.removeprefix("sqlite:///")) as store:
         store.execute("DROP TABLE metrics")
     with caplog.at_level(logging.WARNING):
@@ -133,19 +136,19 @@ def test_a_store_that_fails_prints_no_traceback(
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
 def test_the_final_status_tells_the_truth(status: str, sqlite: str, tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path))
+    tracker = Tracker(tmp_path, make_sink(sqlite, tmp_path), TrackingConfig())
     tracker.close(status)
     assert mlflow.MlflowClient(tracking_uri=sqlite).get_run(tracker.mlflow_run_id).info.status == status
 
 
 def test_a_resume_goes_on_in_the_same_run_and_fills_its_gap(sqlite: str, tmp_path: Path) -> None:
-    first = Tracker(tmp_path, make_sink(sqlite, tmp_path))
+    first = Tracker(tmp_path, make_sink(sqlite, tmp_path), TrackingConfig())
     first.log(1, {"a": 1.0, "tokens/total": 1}, ROLLOUTS)
     first.close("KILLED")
     MetricsFile(tmp_path / "metrics.jsonl").append(2, {"a": 2.0, "tokens/total": 2})  # MLflow was away for this one
     MetricsFile(tmp_path / "metrics.jsonl").append(3, {"a": 9.0, "tokens/total": 3})  # after the checkpoint
 
-    second = Tracker(tmp_path, make_sink(sqlite, tmp_path, run_id=first.mlflow_run_id))
+    second = Tracker(tmp_path, make_sink(sqlite, tmp_path, run_id=first.mlflow_run_id), TrackingConfig())
     second.resume_after(2)
     second.log(3, {"a": 3.0, "tokens/total": 3}, ROLLOUTS)
     second.close("FINISHED")
@@ -211,7 +214,7 @@ def test_a_server_that_goes_away_and_comes_back_gets_what_it_missed(
 ) -> None:
     monkeypatch.setattr(MlflowSink, "RETRY_S", 0.5)
     sink = MlflowSink(server.uri, "exp", "r", params={}, tags={}, patience_s=60)
-    tracker = Tracker(tmp_path, sink)
+    tracker = Tracker(tmp_path, sink, TrackingConfig())
     tracker.log(1, {"a": 1.0}, ROLLOUTS)
     while sink._queue.unfinished_tasks and not sink._queue.empty():
         time.sleep(0.1)
@@ -233,7 +236,7 @@ def test_a_server_that_goes_away_and_comes_back_gets_what_it_missed(
 @pytest.mark.slow
 def test_a_server_that_stays_away_is_named(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = MlflowSink(server.uri, "exp", "r", params={}, tags={}, patience_s=1)
-    tracker = Tracker(tmp_path, sink)
+    tracker = Tracker(tmp_path, sink, TrackingConfig())
     server.stop()
     with caplog.at_level(logging.WARNING):
         tracker.log(1, {"a": 1.0}, ROLLOUTS)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from rlpost.commands.view import parse_steps
 from rlpost.errors import UserError
@@ -17,6 +18,8 @@ from tests.conftest import make_rollout
 from tests.runs import command
 
 CONFIG = """
+run_dir: here
+tracking: {experiment: small}
 name: small
 model: {_target_: rlpost.models.tiny.TinyLlama}
 reward: {number: {_target_: rlpost.rewards.number.NumberReward}}
@@ -36,7 +39,7 @@ def save(run: Path, steps: list[int], per_step: int = 2) -> None:
         ]
         for rollout in rollouts:
             rollout.rewards = {"number": rollout.reward}
-        rollouts[0].trainer_logprobs = (-1.0, -2.0 + math.log(2), -0.5)
+        rollouts[0].trainer_logprobs = torch.tensor([-1.0, -2.0 + math.log(2), -0.5])
         rollouts[1].rewards, rollouts[1].reward = {"number": math.nan}, math.nan
         rollouts[1].reward_errors = {"number": "raised </script>"}
         pq.write_table(completions_table(rollouts, step), run / "completions" / f"step-{step:06d}.parquet")

@@ -5,13 +5,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
 from rlpost.cluster import node
 from rlpost.cluster.process import Process, prepare, start
 from rlpost.cluster.ranks import INTERRUPTED, WRONG, cause, conclude, signals_passed_on, watch
+from rlpost.config.ranges import AtLeast
 from rlpost.errors import UserError
 from rlpost.record.status import RunStatus
 
@@ -26,9 +27,14 @@ class Local:
         max_restarts: how often all ranks are started again, from the newest checkpoint, after one has failed.
     """
 
-    num_processes: int | Literal["gpu"] = 1
-    threads: int | None = None
-    max_restarts: int = 0
+    num_processes: Annotated[int, AtLeast(1)] | Literal["gpu"] = 1
+    threads: Annotated[int, AtLeast(1)] | None = None
+    max_restarts: Annotated[int, AtLeast(0)] = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of a run, as far as this machine tells."""
+        return max(1, node.num_gpus()) if self.num_processes == "gpu" else self.num_processes
 
     def prepare(self, config: Mapping[str, Any]) -> None:
         """Have what the workers of a run with this configuration import imported while other things are done."""

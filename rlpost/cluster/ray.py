@@ -11,10 +11,11 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rlpost.cluster import node
 from rlpost.cluster.ranks import conclude, signals_passed_on, watch
+from rlpost.config.ranges import Above, AtLeast
 from rlpost.errors import UserError
 from rlpost.record.status import RunStatus
 
@@ -33,12 +34,16 @@ class Ray:
         placement_timeout_s: how long the resources may take to become free.
     """
 
-    num_processes: int = 1
-    cpus_per_process: int = 1
-    gpus_per_process: int = 0
+    num_processes: Annotated[int, AtLeast(1)] = 1
+    cpus_per_process: Annotated[int, AtLeast(1)] = 1
+    gpus_per_process: Annotated[int, AtLeast(0)] = 0
     address: str | None = "auto"
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    placement_timeout_s: float = 600.0
+    placement_timeout_s: Annotated[float, Above(0)] = 600.0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_processes
 
     def launch(self, run_dir: Path) -> int:
         """Run to the end. Returns: the run's exit code. SIGINT and SIGTERM are passed on to the workers.

@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rlpost.cluster import node
+from rlpost.config.ranges import AtLeast
 from rlpost.errors import UserError
 from rlpost.record.status import RunStatus
 
@@ -44,18 +45,22 @@ class Slurm:
         max_restarts: how often all ranks are started again within the job after one has failed.
     """
 
-    nodes: int = 1
-    processes_per_node: int = 1
-    gpus_per_node: int = 0
-    cpus_per_process: int = 1
-    minutes: int = 60
-    requeues: int = 100
-    notice_s: int = 120
+    nodes: Annotated[int, AtLeast(1)] = 1
+    processes_per_node: Annotated[int, AtLeast(1)] = 1
+    gpus_per_node: Annotated[int, AtLeast(0)] = 0
+    cpus_per_process: Annotated[int, AtLeast(1)] = 1
+    minutes: Annotated[int, AtLeast(1)] = 60
+    requeues: Annotated[int, AtLeast(0)] = 100
+    notice_s: Annotated[int, AtLeast(0)] = 120
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     sbatch: Mapping[str, Any] = field(default_factory=dict)
-    max_restarts: int = 0
+    max_restarts: Annotated[int, AtLeast(0)] = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.processes_per_node
 
     def launch(self, run_dir: Path) -> int:
         """Run to the end. Returns: the run's exit code.

@@ -5,12 +5,12 @@ import csv
 import json
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from rlpost.config.build import correct_function, correct_function_by_task
-from rlpost.errors import UserError, run_command
+from rlpost.data.packing import active_rollouts
+from rlpost.errors import run_command
 from rlpost.evaluate import Correctness
 from rlpost.record.completions import load_rollouts
+from rlpost.record.rundir import RunDir
 from rlpost.sweep.compare import compare, make_arm, plot, sentences, table
 
 DEFAULT_ARMS = ["grpo/grpo", "drgrpo/grpo", "grpo/drgrpo", "drgrpo/drgrpo", "grpo/token_mean"]
@@ -30,15 +30,13 @@ def _main() -> int:
     parser.add_argument("--out", type=Path, help="where compare.csv, .json and .png go; default: RUN_DIR/compare")
     arguments = parser.parse_args()
     made = {spec: make_arm(spec) for spec in arguments.arms}
-    config_file = arguments.run_dir / "config.yaml"
-    if not config_file.is_file():
-        raise UserError(f"{arguments.run_dir}: not a run directory (no config.yaml)")
-    cfg = OmegaConf.load(config_file)
+    settings = RunDir(arguments.run_dir).settings()
     rollouts = load_rollouts(arguments.run_dir, arguments.step)
-    is_correct = Correctness(correct_function(cfg), cfg.evaluation.correct_threshold, correct_function_by_task(cfg))
+    threshold = settings.evaluation.correct_threshold
+    is_correct = Correctness(correct_function(settings), threshold, correct_function_by_task(settings))
     correct = [is_correct(r) for r in rollouts]
-    loss_masks = [not (cfg.algorithm.mask_truncated and r.completion.finish_reason == "length") for r in rollouts]
-    arms = compare(rollouts, made, cfg.rollout.max_tokens, correct, loss_masks)
+    loss_masks = active_rollouts(rollouts, settings.algorithm.mask_truncated)
+    arms = compare(rollouts, made, settings.rollout.max_tokens, correct, loss_masks)
 
     out = arguments.out or arguments.run_dir / "compare"
     out.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,9 @@
 import argparse
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from rlpost.config.build import build
-from rlpost.config.schema import Config
 from rlpost.errors import UserError, run_command
+from rlpost.record.rundir import RunDir
 
 
 def checkpoint_of(run_dir: Path, step: int | None) -> Path:
@@ -34,10 +32,9 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str = "floa
     from rlpost.trainer.export import write_model
 
     checkpoint = checkpoint_of(run_dir, step)
-    cfg = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run_dir / "config.yaml"))
-    source, lora = build(cfg.model), cfg.trainer.lora
-    settings = (lora.rank, lora.alpha, lora.targets)
-    write_model(source.directory(), checkpoint, out, dtype, source.trust_remote_code, *settings)
+    settings = RunDir(run_dir).settings()
+    source = build(settings.model)
+    write_model(source.directory(), checkpoint, out, dtype, source.trust_remote_code, settings.trainer.lora)
     return checkpoint
 
 

@@ -131,10 +131,10 @@ def planned(command: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     for name in ("gpus", "per_node"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected at least 1")
-    cfg = composed(arguments.overrides, arguments.gpus, arguments.model)
-    setting = setting_of(cfg, shape_of(cfg, arguments.model), arguments)
+    settings = composed(arguments.overrides, arguments.gpus, arguments.model)
+    setting = setting_of(settings, shape_of(settings, arguments.model), arguments)
     given = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
-    dtypes = (cfg.trainer.precision, engine_dtype(cfg))
+    dtypes = (settings.trainer.precision, engine_dtype(settings))
     return arguments, setting, figured(arguments.gpu, given, *dtypes, arguments.gpus, arguments.per_node)
 
 

@@ -18,10 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.cluster.process import family
-from rlpost.config.build import build, check_task, conf_dir, prepare, resolve_paths
+from rlpost.config.build import build, conf_dir, prepare, resolve_paths, schema
 from rlpost.config.explain import explain
 from rlpost.config.schema import Config
 from rlpost.config.validation import validate
+from rlpost.data.stream import rising
 from rlpost.errors import UserError
 from rlpost.record.rundir import RunDir
 from rlpost.sweep.arms import SweepFailedError, any_failed
@@ -131,13 +132,29 @@ def _settle(run: RunDir, cfg: DictConfig, code: int) -> None:
 
 
 def _fresh(output_dir: Path, cfg: DictConfig, overrides: Sequence[str]) -> tuple[RunDir, DictConfig]:
-    validate(cfg)
-    prepare(cfg)
-    check_task(cfg)
+    settings = validate(cfg)
+    prepare(settings)
+    check_task(settings)
     resolve_paths(cfg)
     run = RunDir(output_dir.absolute())
     run.create(cfg, overrides)
     return run, cfg
+
+
+def check_task(settings: Config) -> None:
+    """Load the task, so that a wrong file, field or split is answered before anything heavy starts."""
+    data = build(settings.task).load()
+    if settings.stream.curriculum is not None:
+        rising(data.train, settings.stream.curriculum)
+    e = settings.evaluation
+    asked = [key for key, is_set in (("every", e.every), ("at_start", e.at_start), ("at_end", e.at_end)) if is_set]
+    if asked and not data.held_out:
+        raise UserError(
+            f"evaluation.{asked[0]}={getattr(e, asked[0])}: the task holds out no prompts to evaluate; hold some out, or "
+            "set " + ", ".join(f"evaluation.{key}={0 if key == 'every' else 'false'}" for key in asked)
+        )
+    if not data.train:
+        raise UserError("task: no prompt is left to train on; hold out fewer, or give held-out rows that differ")
 
 
 def _resumed(output_dir: Path, overrides: Sequence[str]) -> tuple[RunDir, DictConfig]:
@@ -145,7 +162,7 @@ def _resumed(output_dir: Path, overrides: Sequence[str]) -> tuple[RunDir, DictCo
     run = RunDir(output_dir.absolute())
     if not run.has_run:
         raise UserError(f"run_dir={run.path}: there is no run to resume")
-    cfg = OmegaConf.merge(OmegaConf.structured(Config), run.config())
+    cfg = OmegaConf.merge(schema(), run.config())
     changes = [
         o
         for o in OverridesParser.create().parse_overrides(list(overrides))
@@ -161,7 +178,6 @@ def _resumed(output_dir: Path, overrides: Sequence[str]) -> tuple[RunDir, DictCo
         OmegaConf.update(cfg, change.key_or_group, change.value())
     cfg.resume = True
     cfg.run_dir = str(run.path)
-    validate(cfg)
-    prepare(cfg)
+    prepare(validate(cfg))
     run.write_config(cfg, [*run.overrides(), *(change.input_line for change in changes)])
     return run, cfg

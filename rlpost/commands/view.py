@@ -4,14 +4,13 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from rlpost.config.build import build, correct_function, correct_function_by_task
+from rlpost.config.schema import Config
 from rlpost.errors import UserError, run_command
 from rlpost.record.completions import saved_steps
 from rlpost.record.page import page, spread_steps
+from rlpost.record.rundir import RunDir
 
 
 def parse_steps(text: str, saved: Sequence[int]) -> list[int]:
@@ -31,12 +30,12 @@ def parse_steps(text: str, saved: Sequence[int]) -> list[int]:
     return chosen
 
 
-def _token_texts(cfg: Any) -> Callable[[int], str] | None:
+def _token_texts(settings: Config) -> Callable[[int], str] | None:
     """None, and a word about it, where the run's tokenizer is not to be had any more."""
     from rlpost.models.sources import load_tokenizer
 
     try:
-        source = build(cfg.model)
+        source = build(settings.model)
         tokenizer = load_tokenizer(source.directory(), source.trust_remote_code)
     except (UserError, OSError) as error:
         print(f"rlpost-view: no tokenizer, so no token is coloured: {error}", file=sys.stderr)
@@ -61,15 +60,13 @@ def _main() -> int:
     parser.add_argument("--steps", help="as in 1,5-10; default: as many as fit on a page, evenly spread")
     parser.add_argument("--out", type=Path, help="the page; default: RUN_DIR/completions.html")
     arguments = parser.parse_args()
-    if not (arguments.run_dir / "config.yaml").is_file():
-        raise UserError(f"{arguments.run_dir}: not a run directory (no config.yaml)")
+    settings = RunDir(arguments.run_dir).settings()
     if not (saved := saved_steps(arguments.run_dir)):
         raise UserError(f"{arguments.run_dir}: it has no saved completions yet")
     steps = parse_steps(arguments.steps, saved) if arguments.steps else spread_steps(arguments.run_dir, saved)
     out = arguments.out or arguments.run_dir / "completions.html"
-    cfg = OmegaConf.load(arguments.run_dir / "config.yaml")
-    functions = (correct_function(cfg), correct_function_by_task(cfg))
-    shown = (str(cfg.name), *functions, cfg.evaluation.correct_threshold, _token_texts(cfg))
+    functions = (correct_function(settings), correct_function_by_task(settings))
+    shown = (settings.name, *functions, settings.evaluation.correct_threshold, _token_texts(settings))
     out.write_text(page(arguments.run_dir, steps, *shown), encoding="utf-8")
     print(f"{out}: {len(steps)} of {len(saved)} steps")
     return 0

@@ -1,35 +1,29 @@
-"""What a `_target_` accepts, read from its source without importing it.
-
-Importing most targets means importing torch; a wrong keyword must be answered in about a second. So the
-signature comes from the syntax tree: functions, classes with __init__, dataclasses, and what they inherit. What
-cannot be read this way (C extensions, generated classes) is left to the call itself.
-"""
+"""What a `_target_` node may hold: the target's own settings, of its types and within its ranges."""
 
 import ast
-import importlib.util
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
+from rlpost.config.ranges import RANGES, OneOf, Range
+from rlpost.config.source import UNKNOWN, Definition, find
 from rlpost.errors import UserError, nearest
 
 SPECIAL_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 SIMPLE_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
 
 
-@dataclass(frozen=True)
-class Parameter:
-    required: bool
-    annotation: ast.expr | None
+def definition_of(target: str, key: str) -> Definition | None:
+    """The definition that a `_target_` names; None if its source does not tell.
+
+    Raises: UserError naming `key` where there is no such class or function.
+    """
+    return find(*target.rpartition(".")[::2], f"{key}._target_")
 
 
-@dataclass(frozen=True)
-class Signature:
-    parameters: Mapping[str, Parameter]
-    takes_any_keyword: bool
+def constant_of(target: str, name: str, default: Any) -> Any:
+    """What a target says of itself in a class-level constant, such as `samples_beside_training`."""
+    definition = definition_of(target, "")
+    return default if definition is None else definition.constant(name, default)
 
 
 def check_target(node: Mapping[str, Any], key: str, injected: frozenset[str] = frozenset()) -> None:
@@ -42,19 +36,20 @@ def check_target(node: Mapping[str, Any], key: str, injected: frozenset[str] = f
     Raises: UserError naming the key and the nearest valid one.
     """
     target = node["_target_"]
-    signature = read_signature(*target.rpartition(".")[::2], f"{key}._target_")
+    definition = definition_of(target, key)
+    signature = definition and definition.signature()
     if signature is None or node.get("_args_"):
         return
     given = {name: value for name, value in node.items() if name not in SPECIAL_KEYS}
     valid = [name for name in signature.parameters if name not in injected]
     for name, value in given.items():
         if name not in valid and not (signature.takes_any_keyword and name not in injected):
-            raise UserError(f"{key}.{name}: {target} has no such setting{nearest(name, valid)}")
+            raise UserError(f"{key}.{name}: there is no such setting{nearest(name, valid)}")
         parameter = signature.parameters.get(name)
         if parameter is not None and parameter.annotation is not None:
             expected = mismatch(value, parameter.annotation)
             if expected:
-                raise UserError(f"{key}.{name}={value}: expected {expected}, not {type(value).__name__}")
+                raise UserError(f"{key}.{name}={value}: {expected}")
     if node.get("_partial_"):
         return
     for name in valid:
@@ -62,47 +57,86 @@ def check_target(node: Mapping[str, Any], key: str, injected: frozenset[str] = f
             raise UserError(f"{key}.{name} is missing: {target} needs it; set {key}.{name}=...")
 
 
-def read_signature(module_name: str, name: str, key: str) -> Signature | None:
-    """The signature of a function or class of a module (or a .py file); None if the source does not tell.
-
-    Raises: UserError if the module or the name in it does not exist.
-    """
-    where = f"{key}={module_name}.{name}"
-    path = Path(module_name) if module_name.endswith(".py") else _module_file(module_name) if module_name else None
-    if path is None or not path.is_file():
-        if module_name and _importable(module_name):
-            return None
-        raise UserError(f"{where}: there is no module {module_name or name!r} on the Python path")
-    if path.suffix != ".py":
-        return None
-    module = ast.parse(path.read_text(encoding="utf-8"))
-    definition = _find(module, name)
-    if definition is None:
-        names = [n for n in _defined_names(module) if not n.startswith("_")]
-        if name in names:
-            return None
-        raise UserError(f"{where}: {module_name} has no {name!r}{nearest(name, names)}")
-    if isinstance(definition, ast.ClassDef):
-        return _class_signature(definition, module, module_name)
-    return _function_signature(definition, skip_first=False)
+def defaults_of(node: Mapping[str, Any], key: str, injected: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The settings that a node leaves to its target, with the target's own defaults."""
+    definition = definition_of(node["_target_"], key)
+    signature = definition and definition.signature()
+    if signature is None or node.get("_args_") or node.get("_partial_"):
+        return {}
+    return {
+        name: parameter.default
+        for name, parameter in signature.parameters.items()
+        if name not in node and name not in injected and parameter.default is not UNKNOWN
+    }
 
 
 def mismatch(value: Any, annotation: ast.expr) -> str | None:
     """What an annotation of simple types expects, if the value is none of it; None if it fits or cannot be told."""
-    options = list(_union_members(annotation))
-    for option in options:
-        if isinstance(option, ast.Subscript) and ast.unparse(option.value).endswith("Literal"):
-            elements = option.slice.elts if isinstance(option.slice, ast.Tuple) else [option.slice]
-            if value in [e.value for e in elements if isinstance(e, ast.Constant)]:
+    ranges: list[Range] = []
+    for option in _union_members(annotation):
+        option, range_ = _without_range(option)
+        fits = _fits(value, option)
+        if fits is None:
+            return None
+        if fits:
+            if range_ is None or range_.holds(value):
                 return None
-        else:
-            kind = SIMPLE_TYPES.get(ast.unparse(option))
-            if kind is None:
-                return None
-            fits = isinstance(value, (int, float) if kind is float else kind)
-            if fits and not (isinstance(value, bool) and kind in (int, float)):
-                return None
-    return ast.unparse(annotation).replace("Literal", "one of ")
+            ranges.append(range_)
+    if ranges:
+        return ranges[0].expected(value)
+    kinds = [option for option in _union_members(annotation) if ast.unparse(option) != "None"]
+    if len(kinds) == 1 and (choices := _literals(kinds[0])):
+        return OneOf(*choices).expected(value)
+    return f"expected {_in_words(annotation)}, not {type(value).__name__}"
+
+
+def _fits(value: Any, option: ast.expr) -> bool | None:
+    """Whether a value is of a type; None if the type is not a simple one."""
+    if isinstance(option, ast.Subscript):
+        if choices := _literals(option):
+            return value in choices
+        elements = option.slice.elts if isinstance(option.slice, ast.Tuple) else [option.slice]
+        if ast.unparse(option.value) == "tuple" and not any(isinstance(e, ast.Constant) for e in elements):
+            is_list = isinstance(value, list | tuple) and len(value) == len(elements)
+            return is_list and all(mismatch(v, e) is None for v, e in zip(value, elements, strict=True))
+        return None
+    simple = SIMPLE_TYPES.get(ast.unparse(option))
+    if simple is None:
+        return None
+    fits = isinstance(value, (int, float) if simple is float else simple)
+    return fits and not (isinstance(value, bool) and simple in (int, float))
+
+
+def _literals(option: ast.expr) -> list[Any]:
+    """The values of a Literal; [] for another type."""
+    if not isinstance(option, ast.Subscript) or ast.unparse(option.value) != "Literal":
+        return []
+    elements = option.slice.elts if isinstance(option.slice, ast.Tuple) else [option.slice]
+    return [e.value for e in elements if isinstance(e, ast.Constant)]
+
+
+def _without_range(option: ast.expr) -> tuple[ast.expr, Range | None]:
+    """The type and the range of Annotated[type, range]."""
+    if isinstance(option, ast.Subscript) and ast.unparse(option.value).endswith("Annotated"):
+        assert isinstance(option.slice, ast.Tuple)
+        kind, *extras = option.slice.elts
+        for extra in extras:
+            if isinstance(extra, ast.Call) and (made := RANGES.get(ast.unparse(extra.func))):
+                keywords = {k.arg: ast.literal_eval(k.value) for k in extra.keywords if k.arg}
+                return kind, made(*map(ast.literal_eval, extra.args), **keywords)
+        return kind, None
+    return option, None
+
+
+def range_of_annotation(annotation: ast.expr) -> list[Range]:
+    """The ranges that an annotation states for its types."""
+    return [range_ for option in _union_members(annotation) if (range_ := _without_range(option)[1])]
+
+
+def _in_words(annotation: ast.expr) -> str:
+    """The types of an annotation, as a reader of a message expects them: `float | max_tokens`."""
+    kinds = [_without_range(option)[0] for option in _union_members(annotation)]
+    return " | ".join(", ".join(map(str, _literals(kind))) or ast.unparse(kind) for kind in kinds)
 
 
 def _union_members(annotation: ast.expr) -> Iterator[ast.expr]:
@@ -111,104 +145,3 @@ def _union_members(annotation: ast.expr) -> Iterator[ast.expr]:
         yield from _union_members(annotation.right)
     else:
         yield annotation
-
-
-def _module_file(module_name: str) -> Path | None:
-    """The module's source file, found without importing its parents."""
-    search: list[str] | None = None
-    spec = None
-    for depth, _ in enumerate(parts := module_name.split("."), start=1):
-        dotted = ".".join(parts[:depth])
-        spec = PathFinder.find_spec(dotted, search)
-        if spec is None and depth == 1:
-            spec = importlib.util.find_spec(dotted)  # editable installs, frozen and built-in modules
-        if spec is None:
-            return None
-        search = list(spec.submodule_search_locations or [])
-    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
-
-
-def _importable(module_name: str) -> bool:
-    return module_name in sys.builtin_module_names or module_name in sys.modules
-
-
-def _find(module: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    for statement in module.body:
-        if isinstance(statement, ast.ClassDef | ast.FunctionDef) and statement.name == name:
-            return statement
-    return None
-
-
-def _defined_names(module: ast.Module) -> Iterator[str]:
-    for statement in module.body:
-        if isinstance(statement, ast.ClassDef | ast.FunctionDef):
-            yield statement.name
-        elif isinstance(statement, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name.split(".")[0] for alias in statement.names)
-        elif isinstance(statement, ast.Assign):
-            yield from (t.id for t in statement.targets if isinstance(t, ast.Name))
-
-
-def _function_signature(function: ast.FunctionDef, skip_first: bool) -> Signature:
-    args = function.args
-    positional = [*args.posonlyargs, *args.args]
-    num_required = len(positional) - len(args.defaults)
-    parameters = {arg.arg: Parameter(index < num_required, arg.annotation) for index, arg in enumerate(positional)}
-    if skip_first and positional:
-        del parameters[positional[0].arg]
-    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        parameters[arg.arg] = Parameter(default is None, arg.annotation)
-    return Signature(parameters, args.kwarg is not None)
-
-
-def _class_signature(definition: ast.ClassDef, module: ast.Module, module_name: str) -> Signature | None:
-    for statement in definition.body:
-        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            return _function_signature(statement, skip_first=True)
-    inherited: dict[str, Parameter] = {}
-    takes_any_keyword = False
-    for base in definition.bases:
-        base_name = ast.unparse(base).split("[")[0]
-        if base_name in ("object", "Protocol", "Generic", "ABC"):
-            continue
-        signature = _base_signature(base_name, module, module_name)
-        if signature is None:
-            return None
-        inherited.update(signature.parameters)
-        takes_any_keyword |= signature.takes_any_keyword
-    if not any("dataclass" in ast.unparse(decorator) for decorator in definition.decorator_list):
-        return Signature(inherited, takes_any_keyword)
-    own = dict(_dataclass_fields(definition))
-    return Signature({**inherited, **own}, takes_any_keyword=False)
-
-
-def _base_signature(name: str, module: ast.Module, module_name: str) -> Signature | None:
-    local = _find(module, name)
-    if isinstance(local, ast.ClassDef):
-        return _class_signature(local, module, module_name)
-    for statement in module.body:
-        if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            for alias in statement.names:
-                if (alias.asname or alias.name) == name:
-                    try:
-                        return read_signature(statement.module, alias.name, module_name)
-                    except UserError:
-                        return None
-    return None
-
-
-def _dataclass_fields(definition: ast.ClassDef) -> Iterator[tuple[str, Parameter]]:
-    for statement in definition.body:
-        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-            continue
-        if "ClassVar" in ast.unparse(statement.annotation):
-            continue
-        default = statement.value
-        required = default is None
-        if isinstance(default, ast.Call) and ast.unparse(default.func).endswith("field"):
-            options = {keyword.arg: keyword.value for keyword in default.keywords}
-            init = options.get("init")
-            if isinstance(init, ast.Constant) and init.value is False:
-                continue
-            required = "default" not in options and "default_factory" not in options
-        yield statement.target.id, Parameter(required, statement.annotation)

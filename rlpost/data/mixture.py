@@ -14,8 +14,11 @@ from rlpost.types import Example
 class Mixture:
     """Tasks by name; a reward with `tasks: [name]` applies to theirs alone.
 
-    Attributes: weights: each task's share of the prompts, in any unit; those left out have 1. Empty: every prompt is drawn
-        once a pass, whatever its task.
+    Attributes:
+        tasks: the tasks by name.
+        weights: each task's share of the prompts, in any unit; those left out have 1. Empty: every prompt is drawn once a
+            pass, whatever its task.
+        name: the mixture's name.
 
     Raises: UserError if a weight is not over 0, or of no task.
     """

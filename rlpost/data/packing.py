@@ -25,6 +25,16 @@ class Piece:
     length: int
 
 
+def active_rollouts(rollouts: Sequence[Rollout], mask_truncated: bool) -> list[bool]:
+    """Which rollouts give a gradient: all, or with `mask_truncated` those that the length limit has not cut."""
+    return [not (mask_truncated and rollout.completion.finish_reason == "length") for rollout in rollouts]
+
+
+def sampled_tokens(completion: Completion) -> torch.Tensor:
+    """[length] bool: the tokens that the model sampled itself."""
+    return torch.tensor(completion.sampled_mask or [True] * len(completion.token_ids))
+
+
 def step_totals(rollouts: Sequence[Rollout], loss_masks: Sequence[bool], max_completion_tokens: int) -> StepTotals:
     """Totals of one rank's share; over ranks they add up. `loss_masks` says which rollouts count at all."""
     return StepTotals(
@@ -120,7 +130,7 @@ def _batch(
             targets.append(ids)
             sequence_index.append(torch.full((length,), len(rollout_ids)))
             token_index.append(torch.arange(length))
-            masks.append(_loss_mask(completion, loss_masks[index]))
+            masks.append(sampled_tokens(completion) & loss_masks[index])
             logprobs.append(torch.tensor(completion.rollout_logprobs, dtype=torch.float32))
             active_lengths.append(int(masks[-1].sum()))
             advantages.append(rollouts[index].advantage)
@@ -149,13 +159,8 @@ def _batch(
     )
 
 
-def _loss_mask(completion: Completion, kept: bool) -> torch.Tensor:
-    sampled = [True] * len(completion.token_ids) if completion.sampled is None else completion.sampled
-    return torch.tensor(sampled) & kept
-
-
 def _num_sampled(rollout: Rollout) -> int:
-    sampled = rollout.completion.sampled
+    sampled = rollout.completion.sampled_mask
     return len(rollout.completion.token_ids) if sampled is None else sum(sampled)
 
 

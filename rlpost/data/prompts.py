@@ -3,9 +3,9 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from rlpost.config.schema import PromptConfig
 from rlpost.data.vision import Vision
 from rlpost.errors import UserError
 from rlpost.types import Example, Prompt
@@ -13,28 +13,8 @@ from rlpost.types import Example, Prompt
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PromptFormat:
-    """How a prompt is written for the model.
-
-    Attributes:
-        system: a system message put before the example's messages (an example's own wins).
-        template: "chat" renders the messages with the tokenizer's chat template; "plain" joins their contents
-            with blank lines, for base models.
-        completion_prefix: text the answer starts with; part of the prompt, so it is not trained on, and part
-            of the answer, so rewards see it.
-        max_tokens: the longest prompt, in tokens.
-        tools: a column of the examples with the tools that their prompts describe, as JSON schemas or text of them; what an
-            environment offers is described in any case.
-        overlong: "refuse" stops the run, "filter" drops the prompt, "truncate" cuts its beginning.
-    """
-
-    system: str | None = None
-    template: Literal["chat", "plain"] = "chat"
-    completion_prefix: str = ""
-    max_tokens: int = 256
-    overlong: Literal["refuse", "filter", "truncate"] = "filter"
-    tools: str | None = None
+class PromptFormat(PromptConfig):
+    """Writes prompts for the model, as its settings say."""
 
     def apply(
         self, examples: Sequence[Example], tokenizer: Any, what: str, tools: Sequence[Mapping[str, Any]] = ()

@@ -27,6 +27,8 @@ class RowFormat:
         where: the rows that are wanted, by field: a value, a list of values, or {min: 1, max: 3}.
         held_out: how many rows are held out where no file or split has them.
         limit: read at most this many wanted rows of each file or split.
+        split_seed: the seed by which held-out rows are drawn.
+        name: the task's name, as in eval/<name>/accuracy; "": that of the file or the dataset.
     """
 
     question: str = "question"

@@ -23,7 +23,14 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Addition:
-    """ "What is a + b?" for every a and b in low..high: what a small model can learn within minutes."""
+    """ "What is a + b?" for every a and b in low..high: what a small model can learn within minutes.
+
+    Attributes:
+        low, high: the smallest and the largest number.
+        held_out: prompts that are held out for evaluation.
+        split_seed: the seed by which they are drawn.
+        name: the task's name, as in eval/<name>/accuracy.
+    """
 
     low: int = 1
     high: int = 50
@@ -44,6 +51,14 @@ class ReasoningGym:
     """A dataset of the reasoning-gym library, by name and settings (github.com/open-thought/reasoning-gym).
 
     Examples carry the dataset's name and entry, from which `reward=reasoning_gym` scores an answer.
+
+    Attributes:
+        dataset: the dataset's name in the library, such as chain_sum.
+        settings: the dataset's own settings, such as {min_terms: 2}.
+        size: entries that are generated.
+        held_out: entries that are held out for evaluation.
+        seed: the seed of the entries, and of which are held out.
+        name: the task's name, as in eval/<name>/accuracy; "": the dataset's.
     """
 
     dataset: str
@@ -150,7 +165,15 @@ class Parquet(_RowFile):
 
 @dataclass(frozen=True)
 class HubDataset(RowFormat):
-    """A dataset of the Hugging Face hub, or a local folder in its formats, read with the datasets library."""
+    """A dataset of the Hugging Face hub, or a local folder in its formats, read with the datasets library.
+
+    Attributes:
+        path: the hub id or the folder.
+        subset: the dataset's configuration; None: its only one.
+        train_split: the split of the training rows.
+        held_out_split: the split of the held-out rows; None: `held_out` rows of the training split are held out.
+        revision: a branch, a tag or a commit of the hub's repository; None: its main branch.
+    """
 
     path: str
     subset: str | None = None

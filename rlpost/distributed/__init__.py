@@ -19,6 +19,7 @@ from rlpost.distributed.collectives import (
 )
 from rlpost.distributed.context import gather_heads, gather_tokens, scatter_heads
 from rlpost.distributed.link import Link
+from rlpost.distributed.metrics import over_ranks
 from rlpost.distributed.ranks import (
     context_rank,
     context_size,
@@ -55,6 +56,7 @@ __all__ = [
     "is_loss_of_peers",
     "is_main",
     "max_over_ranks",
+    "over_ranks",
     "rank",
     "scatter_heads",
     "sharding_mesh",

@@ -30,6 +30,7 @@ class Calculator:
     Attributes:
         role: of the message with the result; models without a tool role in their chat template take "user".
         call_reward: given once, for the first call that could be evaluated.
+        stop: texts that end a turn, so that the result can be given.
     """
 
     role: str = "user"

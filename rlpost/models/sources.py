@@ -70,7 +70,10 @@ def cache_root() -> Path:
 class PathOrHub:
     """A local directory, or a model id of the Hugging Face hub (downloaded into the hub's own cache).
 
-    Attributes: trust_remote_code: run Python code that comes with the model.
+    Attributes:
+        path: the directory or the id.
+        revision: a branch, a tag or a commit of the hub's repository; None: its main branch.
+        trust_remote_code: run Python code that comes with the model.
     """
 
     path: str

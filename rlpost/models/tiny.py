@@ -24,7 +24,16 @@ _SPREAD = 0.1  # of weights: wide enough for distributions that are not flat
 
 @dataclass(frozen=True)
 class TinyLlama:
-    """A random Llama with a byte-level tokenizer: every part of the real thing, built in a second, for tests."""
+    """A random Llama with a byte-level tokenizer: every part of the real thing, built in a second, for tests.
+
+    Attributes:
+        seed: the seed of the weights.
+        hidden_size: width of the residual stream.
+        num_layers: blocks.
+        num_heads, num_kv_heads: attention heads, and heads of keys and values, which divide them.
+        tied: the head shares its weights with the embeddings.
+        context: the longest sequence, in tokens.
+    """
 
     seed: int = 0
     hidden_size: int = 64
@@ -69,6 +78,10 @@ class TinyVisionLlama:
     """A random Idefics3 (SmolVLM's architecture): a vision tower of two layers before the same Llama.
 
     An image is scaled to 28 x 28 pixels and becomes 4 tokens and the three around them.
+
+    Attributes:
+        seed: the seed of the weights.
+        context: the longest sequence, in tokens.
     """
 
     seed: int = 0

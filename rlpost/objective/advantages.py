@@ -7,11 +7,12 @@ the baseline is the group's.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from rlpost.config.ranges import Above, AtLeast
 from rlpost.types import Stateful
 
 
@@ -31,8 +32,10 @@ class GroupAdvantage:
         eps: keeps nearly equal rewards from being blown up.
     """
 
+    is_group_relative: ClassVar[bool] = True
+
     normalize: Literal["group", "batch", "none"] = "group"
-    eps: float = 1e-4
+    eps: Annotated[float, AtLeast(0)] = 1e-4
 
     def __post_init__(self) -> None:
         if self.normalize not in ("group", "batch", "none"):
@@ -56,6 +59,8 @@ class GroupAdvantage:
 class LeaveOneOut:
     """Reward minus the mean of the group's other rewards (RLOO, arXiv:2402.14740, eq. 8): n / (n - 1) (r - mean)."""
 
+    is_group_relative: ClassVar[bool] = True
+
     def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
         advantages = torch.zeros(len(rewards), dtype=torch.float64)
         for members, group in _varied_groups(rewards, group_ids):
@@ -69,9 +74,13 @@ class ReinforcePlusPlus:
     """REINFORCE++ with baseline (arXiv:2501.03262v3, sec. 3.2): r - mean_group, then normalised over the whole step.
 
     A = (a - mean_step(a)) / (std_step(a) + eps) with a = r - mean_group.
+
+    Attributes: eps: a constant added to the deviation, so that equal rewards are not divided by 0.
     """
 
-    eps: float = 1e-8
+    is_group_relative: ClassVar[bool] = True
+
+    eps: Annotated[float, AtLeast(0)] = 1e-8
 
     def __post_init__(self) -> None:
         _check_eps(self.eps)
@@ -87,7 +96,10 @@ class ReinforcePlusPlus:
 
 @dataclass(frozen=True)
 class RawReward:
-    """The reward itself, or with `centre` minus the step's mean reward: plain REINFORCE (Williams, 1992)."""
+    """The reward itself: plain REINFORCE (Williams, 1992).
+
+    Attributes: centre: the step's mean reward is taken off, as a baseline.
+    """
 
     centre: bool = False
 
@@ -116,10 +128,10 @@ class BetaNormalized:
 
     low: float = 0.0
     high: float = 1.0
-    window: int = 8
-    max_weight: float = 10.0
-    alpha: float | None = None
-    beta: float | None = None
+    window: Annotated[int, AtLeast(1)] = 8
+    max_weight: Annotated[float, Above(0)] = 10.0
+    alpha: Annotated[float, AtLeast(1)] | None = None
+    beta: Annotated[float, AtLeast(1)] | None = None
     _rates: list[list[float]] = field(default_factory=list, init=False)  # success rates, a list a step
 
     def __post_init__(self) -> None:

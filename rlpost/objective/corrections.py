@@ -6,11 +6,12 @@ older weights. A correction gives each token a multiplier for its loss, and says
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from rlpost.config.ranges import AtLeast, Within
 from rlpost.objective.sequences import per_token, sequence_mean, sequence_sum
 from rlpost.types import TokenView
 
@@ -48,8 +49,8 @@ class ImportanceSampling:
 
     level: Literal["token", "sequence", "geometric"] = "token"
     mode: Literal["truncate", "mask"] = "truncate"
-    low: float = 0.0
-    high: float = 2.0
+    low: Annotated[float, Within(0, 1)] = 0.0
+    high: Annotated[float, AtLeast(1)] = 2.0
 
     def __post_init__(self) -> None:
         if self.level not in ("token", "sequence", "geometric"):
@@ -87,7 +88,7 @@ class OffPolicySequenceMask:
     A sequence is cut where A < 0 and the mean over its active tokens of (rollout_logprob - logprob) is over `threshold`.
     """
 
-    threshold: float = 0.1
+    threshold: Annotated[float, AtLeast(0)] = 0.1
 
     def __post_init__(self) -> None:
         if not self.threshold >= 0:

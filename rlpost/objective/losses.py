@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from rlpost.config.ranges import Above, AtLeast, Within
 from rlpost.objective.sequences import per_token, sequence_mean
 from rlpost.types import TokenView
 
@@ -36,7 +37,7 @@ class ClippedLoss:
     loss = -min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A), ratio = exp(logprob - old_logprob).
 
     Attributes:
-        eps_low, eps_high: the bounds.
+        eps_low, eps_high: the bounds on the ratio, 1 - eps_low and 1 + eps_high.
         dual_clip: for A < 0 the loss is at most dual_clip * |A| (arXiv:1912.09729, eq. 5); over 1, None is off.
         ratio_cap: the unclipped term takes ratios up to this (INTELLECT-2, arXiv:2505.07291: two-sided clipping);
             over 1 + eps_high, None is off.
@@ -44,10 +45,10 @@ class ClippedLoss:
 
     zero_at_zero_advantage: ClassVar[bool] = True
 
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-    dual_clip: float | None = None
-    ratio_cap: float | None = None
+    eps_low: Annotated[float, Within(0, 1)] = 0.2
+    eps_high: Annotated[float, AtLeast(0)] = 0.2
+    dual_clip: Annotated[float, Above(1)] | None = None
+    ratio_cap: Annotated[float, Above(1)] | None = None
 
     def __post_init__(self) -> None:
         _check_bounds(self.eps_low, self.eps_high)
@@ -79,12 +80,16 @@ class GSPOLoss:
     s_i = exp(mean over the sequence's active tokens of (logprob - old_logprob)), eq. 7; the loss of each of its tokens
     is the clipped surrogate of s_i (eq. 5). With `variant="token"` a token's ratio is sg[s_i] * pi / sg[pi] (eq. 14):
     the same value, and a gradient that a per-token advantage would weigh.
+
+    Attributes:
+        eps_low, eps_high: the bounds on the sequence's ratio, 1 - eps_low and 1 + eps_high.
+        variant: the gradient is that of the sequence's ratio, or each token's own.
     """
 
     zero_at_zero_advantage: ClassVar[bool] = True
 
-    eps_low: float = 3e-4
-    eps_high: float = 4e-4
+    eps_low: Annotated[float, Within(0, 1)] = 3e-4
+    eps_high: Annotated[float, AtLeast(0)] = 4e-4
     variant: Literal["sequence", "token"] = "sequence"
 
     def __post_init__(self) -> None:
@@ -106,12 +111,14 @@ class CISPOLoss:
 
     loss = -sg[clip(ratio, 1 - eps_low, 1 + eps_high)] * A * logprob: every token keeps a gradient. The paper sets no
     lower bound (eps_low = 1).
+
+    Attributes: eps_low, eps_high: the bounds on the weight, 1 - eps_low and 1 + eps_high.
     """
 
     zero_at_zero_advantage: ClassVar[bool] = True
 
-    eps_low: float = 1.0
-    eps_high: float = 4.0
+    eps_low: Annotated[float, Within(0, 1)] = 1.0
+    eps_high: Annotated[float, AtLeast(0)] = 4.0
 
     def __post_init__(self) -> None:
         _check_bounds(self.eps_low, self.eps_high)
@@ -129,12 +136,14 @@ class SAPOLoss:
 
     loss = -(4 / tau) * sigmoid(tau * (ratio - 1)) * A, tau = tau_positive where A > 0, else tau_negative. The gate's
     slope at ratio 1 is 1, so on-policy its gradient is REINFORCE's.
+
+    Attributes: tau_positive, tau_negative: how steep the gate is where the advantage is positive, and where it is not.
     """
 
     zero_at_zero_advantage: ClassVar[bool] = True
 
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
+    tau_positive: Annotated[float, Above(0)] = 1.0
+    tau_negative: Annotated[float, Above(0)] = 1.05
 
     def __post_init__(self) -> None:
         if not (self.tau_positive > 0 and self.tau_negative > 0):

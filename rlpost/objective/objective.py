@@ -2,24 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlpost.config.schema import KLConfig
 from rlpost.objective.corrections import Correction
 from rlpost.objective.losses import ClippedLoss, Loss
+from rlpost.objective.metrics import Max, Mean, Metric, Sum
 from rlpost.objective.reducers import Reducer, SequenceMean
-from rlpost.objective.regularizers import KLEstimator, kl_estimate
+from rlpost.objective.regularizers import kl_estimate
 from rlpost.types import PackedBatch, StepTotals
 
 
 class ObjectiveOutput(NamedTuple):
-    """A micro-batch's part of the step: every entry adds up (or takes its maximum) over micro-batches and ranks."""
+    """A micro-batch's part of the step: losses add up over micro-batches and ranks, metrics know how they do."""
 
     loss: Tensor  # scalar with gradient
-    sums: dict[str, Tensor]  # metric name -> scalar part of a sum
-    maxima: dict[str, Tensor]  # metric name -> scalar
+    metrics: dict[str, Metric]
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,17 @@ class Objective:
 
     Attributes:
         corrections: by name; their multipliers multiply the policy gradient's token losses.
-        kl_coef: weight of the KL term towards the reference model; with 0 the KL is reported where there is a reference.
-        kl_unbiased: multiply the estimate by the ratio pi / pi_old, which makes its gradient the KL's own (DeepSeek-V3.2,
-            arXiv:2512.02556): the gradient of k1 alone is zero on average, that of k3 alone is that of another divergence.
-        kl_reducer: "sequence_mean", or "same" to weigh the KL term like the policy gradient.
+        kl: the KL term towards the reference model. With a weight of 0 in the loss it is reported where there is a
+            reference. `kl.unbiased` multiplies the estimate by the ratio pi / pi_old, which makes its gradient the KL's own
+            (DeepSeek-V3.2, arXiv:2512.02556): the gradient of k1 alone is zero on average, that of k3 alone is that of
+            another divergence.
         entropy_coef: weight of the entropy bonus (subtracted from the loss).
     """
 
     loss: Loss = field(default_factory=ClippedLoss)
     reducer: Reducer = field(default_factory=SequenceMean)
     corrections: Mapping[str, Correction] = field(default_factory=dict)
-    kl_coef: float = 0.0
-    kl_estimator: KLEstimator = "k3"
-    kl_unbiased: bool = False
-    kl_reducer: Literal["sequence_mean", "same"] = "sequence_mean"
+    kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
 
     @property
@@ -56,7 +54,7 @@ class Objective:
     @property
     def is_zero_at_zero_advantage(self) -> bool:
         """Whether a sequence of advantage 0 has a gradient of exactly 0."""
-        return not self.kl_coef and not self.entropy_coef and getattr(self.loss, "zero_at_zero_advantage", False)
+        return not self.kl.loss_coef and not self.entropy_coef and getattr(self.loss, "zero_at_zero_advantage", False)
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> ObjectiveOutput:
         """Args: logprobs [T] and entropy [T] by the current policy, both with gradient."""
@@ -68,42 +66,43 @@ class Objective:
         mean_weights = SequenceMean()(tokens, totals).to(logprobs.dtype)
 
         token_loss = token.loss
-        sums: dict[str, Tensor] = {}
+        metrics: dict[str, Metric] = {}
         for name, correction in self.corrections.items():
             out = correction(logprobs.detach(), old_logprobs, batch.rollout_logprobs, advantages, tokens)
             token_loss = _scaled(token_loss, out.multiplier)
-            sums[f"objective/{name}_cut"] = _weighted_sum(out.cut.to(logprobs.dtype), mean_weights)
-        if batch.keep is not None:
-            token_loss = _scaled(token_loss, batch.keep.to(logprobs.dtype))
-            sums["objective/top_entropy_cut"] = _weighted_sum((~batch.keep).to(logprobs.dtype), mean_weights)
+            metrics[f"objective/{name}_cut"] = Sum(_weighted_sum(out.cut.to(logprobs.dtype), mean_weights))
+        if batch.has_policy_gradient is not None:
+            token_loss = _scaled(token_loss, batch.has_policy_gradient.to(logprobs.dtype))
+            metrics["objective/top_entropy_cut"] = Sum(
+                _weighted_sum((~batch.has_policy_gradient).to(logprobs.dtype), mean_weights)
+            )
 
         loss = _weighted_sum(token_loss, weights)
-        sums |= {
-            "policy/entropy": _weighted_sum(entropy.detach(), mean_weights),
-            "policy/ratio_mean": _weighted_sum(token.ratio, mean_weights),
-            "policy/clip_low": _weighted_sum(token.clipped_low.to(logprobs.dtype), mean_weights),
-            "policy/clip_high": _weighted_sum(token.clipped_high.to(logprobs.dtype), mean_weights),
-            "objective/pg_weight": (advantages.abs() * weights).sum(),
-            "objective/pg_weight_grpo": (advantages.abs() * mean_weights).sum(),
+        metrics |= {
+            "policy/entropy": Sum(_weighted_sum(entropy.detach(), mean_weights)),
+            "policy/ratio_mean": Sum(_weighted_sum(token.ratio, mean_weights)),
+            "policy/clip_low": Sum(_weighted_sum(token.clipped_low.to(logprobs.dtype), mean_weights)),
+            "policy/clip_high": Sum(_weighted_sum(token.clipped_high.to(logprobs.dtype), mean_weights)),
+            "policy/ratio_max": Max(_masked_max(token.ratio, batch.loss_mask)),
+            "objective/pg_scale": Mean((advantages.abs() * weights).sum(), (advantages.abs() * mean_weights).sum()),
         }
-        maxima = {"policy/ratio_max": _masked_max(token.ratio, batch.loss_mask)}
 
         if batch.ref_logprobs is not None:
-            kl = kl_estimate(logprobs, batch.ref_logprobs, self.kl_estimator)
-            sums["policy/kl_ref"] = _weighted_sum(kl.detach(), mean_weights)
-            if self.kl_coef:
-                if self.kl_unbiased:
+            kl = kl_estimate(logprobs, batch.ref_logprobs, self.kl.estimator)
+            metrics["policy/kl_ref"] = Sum(_weighted_sum(kl.detach(), mean_weights))
+            if self.kl.loss_coef:
+                if self.kl.unbiased:
                     kl = kl * torch.exp(logprobs - old_logprobs)
-                kl_weights = weights if self.kl_reducer == "same" else mean_weights
-                loss = loss + self.kl_coef * _weighted_sum(kl, kl_weights)
+                kl_weights = weights if self.kl.reducer == "same" else mean_weights
+                loss = loss + self.kl.loss_coef * _weighted_sum(kl, kl_weights)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * _weighted_sum(entropy, mean_weights)
-        sums["policy/loss"] = loss.detach()
+        metrics["policy/loss"] = Sum(loss.detach())
 
         gap = (old_logprobs - batch.rollout_logprobs).abs()
-        sums["rollout/logprob_diff_mean"] = _weighted_sum(gap, mean_weights)
-        maxima["rollout/logprob_diff_max"] = _masked_max(gap, batch.loss_mask)
-        return ObjectiveOutput(loss, sums, maxima)
+        metrics["rollout/logprob_diff_mean"] = Sum(_weighted_sum(gap, mean_weights))
+        metrics["rollout/logprob_diff_max"] = Max(_masked_max(gap, batch.loss_mask))
+        return ObjectiveOutput(loss, metrics)
 
 
 def _scaled(values: Tensor, multiplier: Tensor) -> Tensor:

@@ -5,14 +5,15 @@ optimizer step, so no split of the batch can change them. Masked tokens weigh 0;
 still counts in N.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from rlpost.config.plugins import load_function
+from rlpost.config.ranges import Above
 from rlpost.types import StepTotals, TokenView
 
 
@@ -39,7 +40,7 @@ class ConstantDivisor:
     Attributes: divisor: over zero, or "max_tokens": the longest completion allowed.
     """
 
-    divisor: float | Literal["max_tokens"] = 1000
+    divisor: Annotated[float, Above(0)] | Literal["max_tokens"] = 1000
 
     def __post_init__(self) -> None:
         if self.divisor != "max_tokens" and not (isinstance(self.divisor, int | float) and self.divisor > 0):
@@ -85,6 +86,10 @@ class FunctionReducer:
     Raises: ValueError where the function is not linear, or couples sequences (its weights would then change with the
         micro-batch): at once, on two made-up sequences, and again for the linearity of every sequence it is used on.
     """
+
+    function_settings: ClassVar[Mapping[str, Sequence[str]]] = {
+        "path": ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss")
+    }
 
     def __init__(self, path: str, calculate_per_token_loss: bool = False) -> None:
         self.path = path

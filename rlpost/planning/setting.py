@@ -8,12 +8,15 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.config.build import build, conf_dir
 from rlpost.config.explain import explain
+from rlpost.config.schema import Config
+from rlpost.config.targets import constant_of
 from rlpost.config.validation import validate
+from rlpost.config.validation.cluster import ranks_per_engine
 from rlpost.errors import UserError, nearest
 from rlpost.planning.costs import MODELS, Batch, Shape
 from rlpost.planning.estimate import Setting
@@ -21,7 +24,7 @@ from rlpost.planning.estimate import Setting
 WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
-def composed(overrides: Sequence[str], gpus: int, model: str | None) -> DictConfig:
+def composed(overrides: Sequence[str], gpus: int, model: str | None) -> Config:
     """The configuration that rlpost would run on so many ranks, valid.
 
     Args: model: stands for a model that is not at hand, of which nothing but its shape is asked; None: the overrides'.
@@ -37,16 +40,15 @@ def composed(overrides: Sequence[str], gpus: int, model: str | None) -> DictConf
     cfg.cluster = OmegaConf.create({"_target_": "rlpost.cluster.local.Local", "num_processes": gpus})
     if model is not None:
         cfg.model = OmegaConf.create({"_target_": "rlpost.models.sources.PathOrHub", "path": model})
-    validate(cfg)
-    return cfg
+    return validate(cfg)
 
 
-def shape_of(cfg: DictConfig, model: str | None) -> Shape:
+def shape_of(settings: Config, model: str | None) -> Shape:
     """Of a name of MODELS, a config.json, or the configuration's own model."""
     if model in MODELS:
         return Shape.from_config(MODELS[model], model)
     if model is None:
-        file = _directory(build(cfg.model)) / "config.json"
+        file = _directory(build(settings.model)) / "config.json"
     else:
         file = Path(model)
         if not file.is_file():
@@ -71,53 +73,52 @@ def _directory(source: Any) -> Path:
     return Path(cached).parent
 
 
-def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> Setting:
+def setting_of(settings: Config, shape: Shape, arguments: argparse.Namespace) -> Setting:
     """Raises: UserError for numbers that do not go together, and for what the model of costs leaves out."""
     left_out = {
-        "trainer.lora.rank": cfg.trainer.lora.rank > 0,
-        "trainer.cpu_offload": cfg.trainer.cpu_offload,
-        "rollout.engine": str(cfg.rollout.engine._target_).endswith(".VLLMServers"),
+        "trainer.lora.rank": settings.trainer.lora.rank > 0,
+        "trainer.cpu_offload": settings.trainer.cpu_offload,
+        "rollout.engine": constant_of(str(settings.rollout.engine["_target_"]), "samples_beside_training", False),
     }
     for key, is_set in left_out.items():
         if is_set:
             raise UserError(f"{key}: rlpost-plan knows whole models on GPUs that also sample, not this; leave it out")
-    gpus, a, engine = arguments.gpus, cfg.algorithm, cfg.rollout.engine
-    context, replicas = cfg.trainer.context_parallel, cfg.trainer.replicas
-    longest = cfg.prompt.max_tokens + cfg.rollout.max_tokens
+    gpus, a, engine = arguments.gpus, settings.algorithm, settings.rollout.engine
+    context, replicas = settings.trainer.context_parallel, settings.trainer.replicas
+    longest = settings.prompt.max_tokens + settings.rollout.max_tokens
     if shape.context is not None and longest > shape.context:
         raise UserError(
             f"prompt.max_tokens + rollout.max_tokens = {longest} is over the model's context of {shape.context}"
         )
-    sharing = engine.get("tensor_parallel", 1)
+    sharing_key, sharing = ranks_per_engine(settings)
     for name, parts in (
         ("trainer.context_parallel", context),
         ("trainer.replicas", replicas),
-        ("rollout.engine.tensor_parallel", sharing),
+        (sharing_key, sharing),
     ):
         if gpus % parts:
             raise UserError(f"{name}={parts} does not divide --gpus {gpus}")
     if shape.heads % sharing:
-        raise UserError(f"rollout.engine.tensor_parallel={sharing} does not divide the model's {shape.heads} heads")
+        raise UserError(f"{sharing_key}={sharing} does not divide the model's {shape.heads} heads")
     lengths = {}
     for name, given, most in (
-        ("prompt", arguments.prompt_tokens, cfg.prompt.max_tokens),
-        ("completion", arguments.completion_tokens, cfg.rollout.max_tokens),
+        ("prompt", arguments.prompt_tokens, settings.prompt.max_tokens),
+        ("completion", arguments.completion_tokens, settings.rollout.max_tokens),
     ):
         lengths[name] = most if given is None else given
         if not 1 <= lengths[name] <= most:
             raise UserError(f"--{name}-tokens {given}: expected 1..{most}, the configuration's limit")
-    reference = a.kl.coef > 0 or a.kl.measure
-    kl_in_reward = a.kl.coef > 0 and a.kl.place == "reward"  # its own two passes
-    if arguments.idle_groups and ((a.kl.coef and a.kl.place == "loss") or a.entropy_coef):
+    kl_in_reward = a.kl.reward_coef > 0  # its own two passes
+    if arguments.idle_groups and (a.kl.loss_coef or a.entropy_coef):
         raise UserError("--idle-groups: with a KL or an entropy term in the loss every group has a backward pass")
     if not 0 <= arguments.idle_groups <= 1:
         raise UserError(f"--idle-groups {arguments.idle_groups}: expected a share in 0..1")
     data_ranks = gpus // context
     batch = Batch(
-        groups=cfg.prompts_per_step // (data_ranks * a.num_mini_batches),
-        samples=cfg.samples_per_prompt,
-        budget=cfg.trainer.micro_batch_tokens,
-        apart=cfg.trainer.layout == "padded",
+        groups=settings.prompts_per_step // (data_ranks * a.num_mini_batches),
+        samples=settings.samples_per_prompt,
+        budget=settings.trainer.micro_batch_tokens,
+        apart=settings.trainer.layout == "padded",
         **lengths,
     )
     optimizer_steps = a.num_mini_batches * a.num_epochs
@@ -128,12 +129,12 @@ def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> 
         optimizer_steps=optimizer_steps,
         epochs=a.num_epochs,
         longest=longest,
-        width=WIDTHS[cfg.trainer.precision],
-        checkpointing=cfg.trainer.activation_checkpointing,
+        width=WIDTHS[settings.trainer.precision],
+        checkpointing=settings.trainer.activation_checkpointing,
         scorings=(optimizer_steps > 1 or a.top_entropy_share is not None) + kl_in_reward,
-        reference_scorings=reference + kl_in_reward,
+        reference_scorings=a.kl.needs_reference + kl_in_reward,
         idle_share=arguments.idle_groups,
-        engine_width=WIDTHS[engine_dtype(cfg)],
+        engine_width=WIDTHS[engine_dtype(settings)],
         max_num_seqs=engine.get("max_num_seqs", engine.get("batch_size", 64)),
         block_size=engine.get("block_size", engine.get("page_size")),
         memory_share=None if arguments.gpu == "cpu" else engine.get("gpu_memory_utilization"),
@@ -144,8 +145,8 @@ def setting_of(cfg: DictConfig, shape: Shape, arguments: argparse.Namespace) -> 
     )
 
 
-def engine_dtype(cfg: DictConfig) -> str:
-    dtype = cfg.rollout.engine.get("dtype", "float32")
+def engine_dtype(settings: Config) -> str:
+    dtype = settings.rollout.engine.get("dtype", "float32")
     if dtype not in WIDTHS:
         raise UserError(f"rollout.engine.dtype={dtype}: {nearest(dtype, WIDTHS).removeprefix('; ')}")
     return dtype

@@ -42,16 +42,16 @@ def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
             **{f"reward/{name}": r.rewards.get(name) for name in functions},
             "reward_errors": "; ".join(f"{name} {reason}" for name, reason in r.reward_errors.items()),
             "advantage": r.advantage,
-            "kept": r.kept,
+            "kept": r.is_trained_on,
             "finish_reason": r.completion.finish_reason,
             "num_tokens": len(r.completion.token_ids),
-            "sampled": None if r.completion.sampled is None else list(r.completion.sampled),
+            "sampled": None if r.completion.sampled_mask is None else list(r.completion.sampled_mask),
             "episode": [f"{m['role']}: {m['content']}" for m in r.completion.messages],
             "environment_reward": r.completion.environment_reward,
             "prompt_token_ids": list(r.prompt.token_ids),
             "token_ids": list(r.completion.token_ids),
             "rollout_logprobs": list(r.completion.rollout_logprobs),
-            "trainer_logprobs": list(r.trainer_logprobs),
+            "trainer_logprobs": [] if r.trainer_logprobs is None else r.trainer_logprobs.tolist(),
         }
         for r in rollouts
     ]
@@ -102,7 +102,7 @@ def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
             for name, value in row.items()
             if name.startswith("reward/")
         }
-        rollout = Rollout(prompt, completion, row["sample_index"], rewards, row["reward"], kept=row["kept"])
-        if rollout.kept:
+        rollout = Rollout(prompt, completion, row["sample_index"], rewards, row["reward"], is_trained_on=row["kept"])
+        if rollout.is_trained_on:
             rollouts.append(rollout)
     return rollouts

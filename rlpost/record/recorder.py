@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import psutil
+import torch
 
 from rlpost import distributed
 from rlpost.record.metrics import rollout_metrics
@@ -14,21 +16,45 @@ from rlpost.record.tracker import Tracker
 from rlpost.types import Rollout
 
 
+class MetricFunction(Protocol):
+    """A further metric, by import path in `metrics`."""
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+        """Values by name, each reported as <its name in `metrics`>/<name>.
+
+        Args: rollouts: every rollout of the step, of all ranks, those that a filter left out too. Per-token values are set
+            where the update has computed them.
+        """
+        ...
+
+
 class Recorder:
     """Every rank has one; the main rank's has the tracker.
 
-    Args: correct: whether a rollout counts as correct, for the lengths of correct and incorrect completions.
+    Args:
+        correct: whether a rollout counts as correct, for the lengths of correct and incorrect completions.
+        metrics: further functions of a step's rollouts, by name.
 
     Attributes: tokens: completion tokens that all ranks have sampled in the run.
     """
 
-    def __init__(self, tracker: Tracker | None, progress: StepProgress, correct: Callable[[Rollout], bool]) -> None:
+    def __init__(
+        self,
+        tracker: Tracker | None,
+        progress: StepProgress,
+        correct: Callable[[Rollout], bool],
+        metrics: Mapping[str, MetricFunction] | None = None,
+    ) -> None:
         self.tracker, self.progress, self.tokens = tracker, progress, 0
-        self._correct = correct
+        self._correct, self._metrics = correct, dict(metrics or {})
         self._step = 0
         self._seconds: dict[str, float] = {}
         self._started = 0.0
         self._ended: float | None = None
+
+    @property
+    def mlflow_run_id(self) -> str | None:
+        return self.tracker.mlflow_run_id if self.tracker else None
 
     def begin(self, step: int) -> None:
         """A step begins."""
@@ -76,12 +102,13 @@ class Recorder:
         total = int(distributed.sum_over_ranks({"tokens": num_tokens})["tokens"])
         self.tokens += total
         everyones = [r for share in distributed.gather_to_main(list(sampled)) for r in share]
-        known = distributed.gather_to_main({(r.prompt.group_id, r.sample_index): r.trainer_logprobs for r in trained})
+        known = distributed.gather_to_main({_key(r): _logprobs(r) for r in trained})
         if self.tracker is None:
             return
-        logprobs = {place: values for share in known for place, values in share.items()}
+        logprobs = {key: values for share in known for key, values in share.items()}
         for r in everyones:
-            r.trainer_logprobs = logprobs.get((r.prompt.group_id, r.sample_index), ())
+            values = logprobs.get(_key(r))
+            r.trainer_logprobs = None if values is None else torch.from_numpy(values)
         written: dict[str, float] = {}
         update, *others = metrics
         for part in (update, rollout_metrics(everyones, self._correct), *others):
@@ -90,6 +117,8 @@ class Recorder:
         written["rollout/tokens_per_s"] = total / self._seconds["sampling"]
         written["rollout/staleness"] = max(self._step - 1 - r.completion.policy_version for r in everyones)
         written["tokens/total"] = self.tokens
+        for name, metric in self._metrics.items():
+            written.update({f"{name}/{key}": float(value) for key, value in metric(everyones).items()})
         written["memory/rss_gb"] = psutil.Process().memory_info().rss / 1e9
         self.tracker.log(self._step, written, everyones)
         self.progress.step(self._step, written)
@@ -99,3 +128,12 @@ class Recorder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.tokens = state["tokens"]
+
+
+def _key(rollout: Rollout) -> tuple[int, int]:
+    return rollout.prompt.group_id, rollout.sample_index
+
+
+def _logprobs(rollout: Rollout) -> np.ndarray | None:
+    """What is sent of a rollout's log-probabilities: its own part of the micro-batch's tensor alone."""
+    return None if rollout.trainer_logprobs is None else rollout.trainer_logprobs.numpy().copy()

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from rlpost.config.build import typed
+from rlpost.config.schema import Config
 from rlpost.errors import UserError
 from rlpost.record.status import RunStatus, replace_file
 
@@ -31,8 +34,23 @@ class RunDir(RunStatus):
         own = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "sweep"])
         replace_file(self.path / "config.yaml", OmegaConf.to_yaml(own, resolve=True))
 
-    def config(self) -> DictConfig:
-        return OmegaConf.load(self.path / "config.yaml")
+    def config(self) -> dict[str, Any]:
+        """What config.yaml holds, as plain values."""
+        return OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
+
+    def settings(self) -> Config:
+        """The run's settings.
+
+        Raises: UserError where there is no run, or its configuration is that of a version of rlpost with other settings.
+        """
+        if not self.has_run:
+            raise UserError(f"{self.path}: not a run directory (no config.yaml)")
+        try:
+            return typed(OmegaConf.load(self.path / "config.yaml"))
+        except OmegaConfBaseException as error:
+            raise UserError(
+                f"{self.path / 'config.yaml'}: {str(error).splitlines()[0]}; another version wrote it"
+            ) from error
 
     def overrides(self) -> list[str]:
         return list(OmegaConf.load(self.path / "overrides.yaml"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rlpost.config.schema import TrackingConfig
 from rlpost.record import completions
 from rlpost.record.metrics_file import MetricsFile
 from rlpost.record.mlflow_sink import MlflowSink
@@ -23,12 +24,12 @@ class Tracker:
     Only the main rank has one.
     """
 
-    def __init__(self, run_dir: Path, sink: MlflowSink | None, completions_every: int = 10, traces: int = 0) -> None:
+    def __init__(self, run_dir: Path, sink: MlflowSink | None, tracking: TrackingConfig) -> None:
         self._metrics = MetricsFile(run_dir / "metrics.jsonl")
         self._run_dir = run_dir
         self._sink = sink
-        self._completions_every = completions_every
-        self._traces = traces
+        self._completions_every = tracking.completions_every
+        self._traces = tracking.traces
         self._named: set[str] = set()  # metrics already reported as not finite
 
     @property

@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+from rlpost.config.schema import ScoringConfig
 from rlpost.rewards.coroutines import Coroutines
 from rlpost.rewards.function import (
     Arguments,
@@ -26,7 +27,6 @@ from rlpost.types import Rollout
 
 log = logging.getLogger(__name__)
 
-OnError = Literal["fail", "zero", "none"]
 SHOWN_CHARACTERS = 200
 
 
@@ -48,8 +48,7 @@ class RewardSum:
         functions: those that run in this process: coroutines while sampling goes on, the others once it is over.
         weights: of all functions.
         processes: those that run beside it; None if there are none.
-        on_error: what a function that fails on a completion gives it: an end to the run, 0, or nothing.
-        timeout: seconds that a coroutine may take for a completion.
+        scoring: how long a coroutine may take, and what a function that fails on a completion gives it; None: the defaults.
         only: the tasks a function applies to, for those that do not apply to all.
     """
 
@@ -58,16 +57,16 @@ class RewardSum:
         functions: Mapping[str, RewardFunction],
         weights: Mapping[str, float],
         processes: ScoringProcesses | None = None,
-        on_error: OnError = "fail",
-        timeout: float = 10.0,
+        scoring: ScoringConfig | None = None,
         only: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
+        scoring = scoring or ScoringConfig()
         self._plain = {name: function for name, function in functions.items() if not is_coroutine(function)}
         self._waiting = {name: function for name, function in functions.items() if name not in self._plain}
-        self._coroutines = Coroutines(timeout) if self._waiting else None
+        self._coroutines = Coroutines(scoring.timeout) if self._waiting else None
         self._weights = dict(weights)
         self._processes = processes
-        self._on_error = on_error
+        self._on_error = scoring.on_error
         self._only = dict(only or {})
         self._started: list[_Started] = []
         self._said: set[str] = set()

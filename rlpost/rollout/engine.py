@@ -2,44 +2,31 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from rlpost.config.schema import SamplingConfig
 from rlpost.errors import UserError
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.types import Completion, Prompt, Rollout
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are drawn. Everything is explicit: the model's generation_config gives end tokens only.
+@dataclass
+class Sampling(SamplingConfig):
+    """How completions are drawn; the settings' meanings stand at `SamplingConfig`. A temperature of 0 is greedy.
 
-    Attributes:
-        temperature: 0 is greedy. top_p, top_k (0: off), min_p, repetition_penalty as in vLLM and transformers.
-        stop: strings that end a completion once it contains one.
-        max_tokens: the longest completion, its end token counted.
-        bad_words: texts that are never written.
-        logit_bias: added to a token's logit, by token id.
-        excluded: tokens that are never drawn: those that stand for images.
-        regex, json_schema, choice: at most one of them: what a completion must match, be valid under (as JSON text), or
-            be one of. Tokens that would break it have probability 0.
+    Attributes: excluded: tokens that are never drawn: those that stand for images.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
     excluded: tuple[int, ...] = ()
-    regex: str | None = None
-    json_schema: str | None = None
-    choice: tuple[str, ...] = ()
+
+    @classmethod
+    def from_settings(cls, settings: SamplingConfig, excluded: Iterable[int] = ()) -> "Sampling":
+        """The sampling of a run, whose settings may have more to them."""
+        own = {f.name: getattr(settings, f.name) for f in fields(SamplingConfig)}
+        return cls(**own, excluded=tuple(excluded))
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.regex, self.json_schema, self.choice))) > 1:
@@ -47,6 +34,7 @@ class Sampling:
 
     @property
     def is_guided(self) -> bool:
+        """Whether tokens that would break a pattern, a schema or a choice have probability 0."""
         return bool(self.regex or self.json_schema or self.choice)
 
     def of(self, prompt: Prompt) -> "Sampling":
@@ -95,7 +83,7 @@ def _own_settings(given: Any, column: str, sampling: Sampling) -> dict[str, Any]
         raise UserError(f"{where}: a row sets {unknown[0]!r}; expected one of {', '.join(PER_PROMPT)}")
     for name in ("stop", "bad_words", "choice"):
         if name in own:
-            own[name] = tuple(own[name])
+            own[name] = list(own[name])
     if "logit_bias" in own:
         own["logit_bias"] = {int(token): float(bias) for token, bias in own["logit_bias"].items()}
     if not 1 <= own.get("max_tokens", 1) <= sampling.max_tokens:
@@ -110,7 +98,20 @@ def _own_settings(given: Any, column: str, sampling: Sampling) -> dict[str, Any]
 
 
 class Engine(Protocol):
-    """Built from (directory, end_token_ids, max_model_len, trust_remote_code) and settings of its own."""
+    """Built from (directory, end_token_ids, max_model_len, trust_remote_code) and settings of its own.
+
+    What an engine can do stands in class-level constants, which are read from its source before it is imported.
+
+    Attributes:
+        samples_beside_training: its samples come from other processes, so that it works while the trainer updates.
+        guides_completions: it samples under `regex`, `json_schema` and `choice`.
+        ranks_per_replica: the name of its setting for the number of consecutive ranks that share one engine; None: each
+            rank has its own.
+    """
+
+    samples_beside_training: ClassVar[bool] = False
+    guides_completions: ClassVar[bool] = False
+    ranks_per_replica: ClassVar[str | None] = None
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling

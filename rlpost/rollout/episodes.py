@@ -83,7 +83,7 @@ class _Running:
             last,
             token_ids=tuple(self.token_ids),
             rollout_logprobs=tuple(self.logprobs),
-            sampled=tuple(self.sampled),
+            sampled_mask=tuple(self.sampled),
             messages=tuple(self.messages),
             environment_reward=self.reward,
             policy_version=min(self.versions),

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from rlpost.config.ranges import Above, AtLeast
 from rlpost.types import Rollout
 
 
@@ -32,11 +33,16 @@ class VariedRewards:
 class SoftOverlongPenalty:
     """A penalty that grows over the last part of the length limit (DAPO, arXiv:2503.14476, eq. 13).
 
-    0 up to (1 - share) * max_tokens tokens, then linearly down to -weight at max_tokens.
+    The penalty is 0 up to (1 - share) * max_tokens tokens, and falls linearly to -weight at max_tokens.
+
+    Attributes:
+        max_tokens: the longest completion allowed, in tokens.
+        share: the part of max_tokens over which the penalty grows; the paper has 4096 of 20480 tokens.
+        weight: the penalty of a completion of max_tokens.
     """
 
-    max_tokens: int
-    share: float = 0.2
+    max_tokens: Annotated[int, AtLeast(1)]
+    share: Annotated[float, Above(0, 1)] = 0.2
     weight: float = 1.0
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlpost import distributed
+from rlpost.config.schema import StepConfig
 from rlpost.data.stream import PromptStream
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.function import TrainingState
@@ -22,31 +23,12 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class SamplerSettings:
-    """How much is sampled for a step, and when.
-
-    Attributes:
-        num_steps: of the run.
-        seed: of the run; with the step, the group and the sample it decides a sample's own.
-        max_attempts: rounds of sampling to fill a step whose groups a filter leaves out.
-        staleness: steps that sampling runs ahead of the trainer.
-    """
-
-    num_steps: int
-    prompts_per_step: int
-    samples_per_prompt: int
-    seed: int
-    max_attempts: int = 1
-    staleness: int = 0
-
-
 @dataclass
 class StepBatch:
     """The rollouts of a step.
 
     Attributes:
-        rollouts: this rank's, scored; those that a filter left out have `kept` unset.
+        rollouts: this rank's, scored; those that a filter left out have `is_trained_on` unset.
         group_ids: the groups to train on, over all ranks.
         metrics: `sampling/*`, where there is a filter.
         seconds: `sampling` is the engine's own time, `rollout` and `reward` are what the step waited for.
@@ -58,13 +40,13 @@ class StepBatch:
     seconds: dict[str, float] = field(default_factory=lambda: {"rollout": 0.0, "reward": 0.0, "sampling": 0.0})
 
     @property
-    def kept(self) -> list[Rollout]:
+    def trained_on(self) -> list[Rollout]:
         """This rank's rollouts to train on."""
-        return [rollout for rollout in self.rollouts if rollout.kept]
+        return [rollout for rollout in self.rollouts if rollout.is_trained_on]
 
 
 @dataclass
-class Sampled:
+class ScoredRollouts:
     """Scored rollouts of one call of the engine.
 
     Attributes:
@@ -93,14 +75,25 @@ class Sampler:
         engine: Engine,
         reward: RewardSum,
         sampling: Sampling,
-        settings: SamplerSettings,
+        steps: StepConfig,
+        *,
+        max_attempts: int = 1,
+        staleness: int = 0,
         group_filter: GroupFilter | None = None,
         reward_processing: Mapping[str, RewardProcessor] | None = None,
     ) -> None:
+        """Make a sampler.
+
+        Args:
+            steps: the run's length, its seed, and how much is sampled for a step.
+            max_attempts: rounds of sampling to fill a step whose groups the filter leaves out.
+            staleness: steps that sampling runs ahead of the trainer.
+        """
         self._stream, self._engine, self._reward = stream, engine, reward
-        self._sampling, self._settings = sampling, settings
+        self.sampling, self._steps = sampling, steps
+        self._max_attempts, self._staleness = max_attempts, staleness
         self._filter, self._processing = group_filter, dict(reward_processing or {})
-        self._ahead: dict[int, Future[Sampled]] = {}  # by step, of those that are not whole yet
+        self._ahead: dict[int, Future[ScoredRollouts]] = {}  # by step, of those that are not whole yet
         self._drawn: Mapping[str, Any] = {}  # the stream's state before this step's prompts
         self._loaded: Future[None] | None = None  # the newest weights, taken over by the engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
@@ -110,23 +103,23 @@ class Sampler:
 
         Args: say: is told what is going on.
         """
-        s = self._settings
+        wanted = self._steps.prompts_per_step
         self._drawn = self._stream.state_dict()
         batch = StepBatch()
         all_ids: list[int] = []
         attempts = 0
-        while len(batch.group_ids) < s.prompts_per_step and attempts < s.max_attempts:
+        while len(batch.group_ids) < wanted and attempts < self._max_attempts:
             attempts += 1
             say("rollout" if attempts == 1 else f"rollout, attempt {attempts}")
             started = time.perf_counter()
-            sampled = self._next(step, s.prompts_per_step - len(batch.group_ids), say)
+            sampled = self._next(step, wanted - len(batch.group_ids), say)
             waited = time.perf_counter() - started
             batch.seconds["sampling"] += sampled.rollout_s
             batch.seconds["reward"] += min(sampled.reward_s, waited)
             batch.seconds["rollout"] += max(0.0, waited - sampled.reward_s)
             all_ids += sampled.group_ids
             batch.rollouts += sampled.rollouts
-            batch.group_ids += self._mark_kept(sampled.rollouts)
+            batch.group_ids += self._apply_filter(sampled.rollouts)
         if self._filter is not None:
             self._tell(step, batch, all_ids, attempts)
         return batch
@@ -139,7 +132,7 @@ class Sampler:
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], step: int) -> None:
         """Hand the engine the weights after a step, which is whole then; sampling that has begun goes on with older ones."""
         self._ahead.pop(step, None)
-        if not self._settings.staleness:
+        if not self._staleness:
             self._engine.load_weights(named_weights, step)
             return
         # A copy: by the engine's turn the trainer may be a step further.
@@ -153,18 +146,19 @@ class Sampler:
         if self._loaded is not None:
             self._loaded.result()  # what was begun before it is sampled then, too
         # Training steps count from 1: held-out samples share no seed with them.
-        rollouts = self._sample(prompts, num_samples, sampling, TrainingState(step, self._settings.num_steps), 0)
+        rollouts = self._sample(prompts, num_samples, sampling, TrainingState(step, self._steps.steps), 0)
         self._reward.finish()
         return rollouts
 
     def metrics(self) -> dict[str, float]:
-        """Whatever the engine has to say of itself since it was last asked: its sum over ranks."""
-        return distributed.sum_over_ranks(self._engine.metrics())
+        """What the engine has to say of itself since it was last asked, as rollout/<name>: its sum over ranks."""
+        return {f"rollout/{n}": v for n, v in distributed.sum_over_ranks(self._engine.metrics()).items()}
 
     @property
     def hooks(self) -> dict[str, Any]:
         """The parts that a configuration names."""
-        return {"filter": self._filter, **{f"reward_processing.{n}": part for n, part in self._processing.items()}}
+        processing = {f"reward_processing.{name}": part for name, part in self._processing.items()}
+        return {"filter": self._filter, **processing, **self._reward.hooks}
 
     def state_dict(self) -> dict[str, Any]:
         """The stream's position and what was sampled ahead; complete on the main rank. All ranks call it together."""
@@ -174,7 +168,7 @@ class Sampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the main rank's state of a run, also of one with another number of ranks."""
         self._stream.load_state_dict(state["stream"])
-        saved: Sequence[Mapping[int, Sampled]] = state["ahead"]
+        saved: Sequence[Mapping[int, ScoredRollouts]] = state["ahead"]
         for step in sorted({step for share in saved for step in share}):
             parts = [share[step] for share in saved]
             groups: dict[int, list[Rollout]] = {}
@@ -190,28 +184,28 @@ class Sampler:
         self._engine.close()
         self._reward.close()
 
-    def _next(self, step: int, num_prompts: int, say: Say) -> Sampled:
+    def _next(self, step: int, num_prompts: int, say: Say) -> ScoredRollouts:
         """The step's rollouts; with a staleness those of later steps are begun too, as far as it allows."""
-        s = self._settings
-        if not s.staleness and step not in self._ahead:
+        if not self._staleness and step not in self._ahead:
             return self._produce(step, self._stream.draw(num_prompts), say)
-        for later in range(step, min(step + s.staleness, s.num_steps) + 1):
+        for later in range(step, min(step + self._staleness, self._steps.steps) + 1):
             if later not in self._ahead:
-                prompts = self._stream.draw(s.prompts_per_step)
+                prompts = self._stream.draw(self._steps.prompts_per_step)
                 self._ahead[later] = self._thread.submit(
                     self._produce, later, prompts, lambda phase: None, self._loaded
                 )
         return self._ahead[step].result()
 
-    def _produce(self, step: int, prompts: Sequence[Prompt], say: Say, loaded: Future[None] | None = None) -> Sampled:
+    def _produce(
+        self, step: int, prompts: Sequence[Prompt], say: Say, loaded: Future[None] | None = None
+    ) -> ScoredRollouts:
         """Sample, score and process the rewards of this rank's share of the prompts."""
         if loaded is not None:
             loaded.result()  # the call before this one: whether it failed
-        s = self._settings
         started = time.perf_counter()
         share = distributed.share_of(prompts)
-        state = TrainingState(step, s.num_steps)
-        rollouts = self._sample(share, s.samples_per_prompt, self._sampling, state, step)
+        state = TrainingState(step, self._steps.steps)
+        rollouts = self._sample(share, self._steps.samples_per_prompt, self.sampling, state, step)
         sampled = time.perf_counter()
         say("reward")
         self._reward.finish()
@@ -219,17 +213,17 @@ class Sampler:
             for rollout, value in zip(rollouts, process(rollouts), strict=True):
                 rollout.reward = value
         ids = [prompt.group_id for prompt in prompts]
-        return Sampled(ids, rollouts, sampled - started, time.perf_counter() - sampled)
+        return ScoredRollouts(ids, rollouts, sampled - started, time.perf_counter() - sampled)
 
     def _sample(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, state: TrainingState, step: int
     ) -> list[Rollout]:
         """Rollouts whose groups are being scored from the moment that they are whole."""
-        seed = self._settings.seed
+        seed = self._steps.seed
         on_group = lambda group: self._reward.start(group, state)  # noqa: E731
         return sample_groups(self._engine, prompts, num_samples, sampling, seed, step, on_group)
 
-    def _mark_kept(self, rollouts: list[Rollout]) -> list[int]:
+    def _apply_filter(self, rollouts: list[Rollout]) -> list[int]:
         """Ask the filter about each group. Returns: the kept groups' ids over all ranks."""
         groups: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
@@ -237,13 +231,13 @@ class Sampler:
         for group in groups.values():
             keep = self._filter is None or self._filter(group)
             for rollout in group:
-                rollout.kept = keep
-        kept = [group_id for group_id, group in groups.items() if group[0].kept]
+                rollout.is_trained_on = keep
+        kept = [group_id for group_id, group in groups.items() if group[0].is_trained_on]
         return sorted(group_id for share in distributed.gather_all(kept) for group_id in share)
 
     def _tell(self, step: int, batch: StepBatch, all_ids: list[int], attempts: int) -> None:
         """Say what the filter left. A step of which nothing is left trains on everything: an update needs something."""
-        wanted, found = self._settings.prompts_per_step, len(batch.group_ids)
+        wanted, found = self._steps.prompts_per_step, len(batch.group_ids)
         if found < wanted:
             log.warning(
                 "step %d: %d of %d groups passed the filter within %d attempts; training on these%s",
@@ -257,4 +251,4 @@ class Sampler:
         if not found:
             batch.group_ids = all_ids
             for rollout in batch.rollouts:
-                rollout.kept = True
+                rollout.is_trained_on = True

@@ -9,13 +9,14 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlpost.config.ranges import AtLeast
 from rlpost.distributed import Link
 from rlpost.errors import UserError
 from rlpost.models.sources import load_tokenizer
@@ -59,6 +60,10 @@ class VLLMServers:
     Raises: UserError if a server does not answer, or does not come up, or would be linked to its own GPU.
     """
 
+    samples_beside_training: ClassVar[bool] = True
+    guides_completions: ClassVar[bool] = True
+    checked_by: ClassVar[str] = "rlpost.rollout.server_settings:check"
+
     def __init__(
         self,
         directory: Path,
@@ -66,16 +71,16 @@ class VLLMServers:
         max_model_len: int,
         log_dir: str,
         urls: Sequence[str] = (),
-        num_servers: int | None = None,
-        threads: int | None = None,
+        num_servers: Annotated[int, AtLeast(1)] | None = None,
+        threads: Annotated[int, AtLeast(1)] | None = None,
         start_timeout_s: float = 600.0,
         transfer: Literal["file", "network"] = "file",
         weights_dir: str | None = None,
         retries: int = 5,
         health_s: float = 10.0,
         dtype: str = "float32",
-        kv_cache_bytes: int = 2**30,
-        max_num_seqs: int = 64,
+        kv_cache_bytes: Annotated[int, AtLeast(1)] = 2**30,
+        max_num_seqs: Annotated[int, AtLeast(1)] = 64,
         enforce_eager: bool = True,
         block_size: int = 32,
         gpu_memory_utilization: float = 0.4,

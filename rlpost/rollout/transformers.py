@@ -28,7 +28,8 @@ class TransformersEngine:
         directory: the model, in Hugging Face format.
         end_token_ids: tokens that end a completion.
         max_model_len: longest prompt plus completion, in tokens.
-        dtype: of its weights.
+        dtype: the type of its weights.
+        batch_size: prompts that are continued together.
     """
 
     def __init__(

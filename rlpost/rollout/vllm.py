@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 from unittest import mock
 
 # Read when vllm is imported. One process, threads left as the launcher set them, quiet, nothing sent home.
@@ -21,6 +21,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rlpost import distributed
+from rlpost.config.ranges import AtLeast
 from rlpost.data.vision import open_image
 from rlpost.errors import UserError
 from rlpost.models.sources import attention_heads, read_config
@@ -59,19 +60,22 @@ class VLLMEngine:
     Raises: UserError if it is to sleep on a CPU, or if the model's attention heads do not divide over the ranks.
     """
 
+    guides_completions: ClassVar[bool] = True
+    ranks_per_replica: ClassVar[str] = "tensor_parallel"
+
     def __init__(
         self,
         directory: Path,
         end_token_ids: Sequence[int],
         max_model_len: int,
         dtype: str = "float32",
-        kv_cache_bytes: int = 2**30,
-        max_num_seqs: int = 64,
+        kv_cache_bytes: Annotated[int, AtLeast(1)] = 2**30,
+        max_num_seqs: Annotated[int, AtLeast(1)] = 64,
         enforce_eager: bool = True,
         block_size: int = 32,
         gpu_memory_utilization: float = 0.4,
         sleep: bool = False,
-        tensor_parallel: int = 1,
+        tensor_parallel: Annotated[int, AtLeast(1)] = 1,
         trust_remote_code: bool = False,
     ) -> None:
         if sleep and not torch.cuda.is_available():

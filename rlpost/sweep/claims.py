@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rlpost.config.build import build
-from rlpost.data.packing import pack, step_totals
+from rlpost.data.packing import active_rollouts, pack, step_totals
 from rlpost.record.completions import load_rollouts
 from rlpost.record.rundir import RunDir
 from rlpost.types import Rollout
@@ -57,14 +57,14 @@ def freeze(run_dir: Path, arm: str, seed: int) -> FrozenStep:
 
 def token_weights(step: FrozenStep, run_dir: Path, arm: str) -> TokenWeights:
     """Args: run_dir: a run of the arm, whose configuration names the reducer."""
-    cfg = RunDir(run_dir).config()
+    settings = RunDir(run_dir).settings()
     rollouts = list(step.rollouts)
-    masks = [not (cfg.algorithm.mask_truncated and r.completion.finish_reason == "length") for r in rollouts]
-    totals = step_totals(rollouts, masks, cfg.rollout.max_tokens)
+    masks = active_rollouts(rollouts, settings.algorithm.mask_truncated)
+    totals = step_totals(rollouts, masks, settings.rollout.max_tokens)
     (batch,) = pack(rollouts, masks, sys.maxsize, "padded")
-    weights = build(cfg.reducer)(batch.tokens, totals)
+    weights = build(settings.reducer)(batch.tokens, totals)
     lengths = batch.tokens.active_lengths[batch.sequence_index].double()
-    formula, expected = _formula(cfg.reducer, lengths, totals)
+    formula, expected = _formula(settings.reducer, lengths, totals)
     active = batch.loss_mask
     deviation = math.nan
     if expected is not None and active.any():

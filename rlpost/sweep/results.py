@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
-
 from rlpost.config.build import flat
 from rlpost.record.metrics_file import MetricsFile
 from rlpost.record.provenance import NOT_HASHED
@@ -67,7 +65,7 @@ def _read(directory: Path, job: Job) -> JobResult:
         status.get("error"),
         [row for row in rows if row["step"] > 0],
         [row for row in rows if any(key.startswith("eval/") for key in row)],
-        flat(OmegaConf.to_container(run.config())) if run.has_run else {},
+        flat(run.config()) if run.has_run else {},
         status.get("mlflow_run_id"),
     )
 

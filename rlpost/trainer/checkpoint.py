@@ -65,7 +65,7 @@ class Checkpoints:
         if distributed.is_main():
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir(parents=True)
-            everything = {"step": step, "scheduler": policy.scheduler.state_dict(), **about}
+            everything = {"step": step, "schedule": policy.optimizer.state_dict(), **about}
             (building / "state.json").write_text(json.dumps(everything, default=_plain), encoding="utf-8")
             (building / "parts.pickle").write_bytes(pickle.dumps(dict(parts or {})))
         distributed.barrier()
@@ -98,7 +98,7 @@ class Checkpoints:
             self._prune()
 
     def peek(self, path: Path) -> dict[str, Any]:
-        """What was said about the run, with `step` and `scheduler`, without loading any weights."""
+        """What was said about the run, with `step` and `schedule`, without loading any weights."""
         return json.loads((path / "state.json").read_text(encoding="utf-8"))
 
     def parts(self, path: Path) -> dict[str, Any]:
@@ -116,8 +116,8 @@ class Checkpoints:
         loaded = _weights(policy)
         dcp.load(loaded, checkpoint_id=path / "weights")
         set_state_dict(
-            policy.scorer,
-            policy.optimizer,
+            policy.model,
+            policy.optimizer.torch_optimizer,
             model_state_dict=loaded["model"],
             optim_state_dict=loaded["optimizer"],
             options=_options(policy),
@@ -125,7 +125,7 @@ class Checkpoints:
         if "reference" in loaded:
             set_model_state_dict(policy.reference, loaded["reference"])
         state = self.peek(path)
-        policy.scheduler.load_state_dict(state.pop("scheduler"))
+        policy.optimizer.load_state_dict(state.pop("schedule"))
         rng = path / f"rng-{distributed.rank()}.pt"
         if rng.is_file():  # another number of ranks than at the save has no state for the new ones
             _set_rng_state(torch.load(rng, weights_only=False))
@@ -142,17 +142,17 @@ class Checkpoints:
 
 def _weights(policy: Policy) -> dict[str, Any]:
     """What of the model is trained, the optimizer, and the reference if it moves."""
-    model, optimizer = get_state_dict(policy.scorer, policy.optimizer, options=_options(policy))
-    if frozen := {name for name, p in policy.scorer.named_parameters(remove_duplicate=False) if not p.requires_grad}:
+    model, optimizer = get_state_dict(policy.model, policy.optimizer.torch_optimizer, options=_options(policy))
+    if frozen := {name for name, p in policy.model.named_parameters(remove_duplicate=False) if not p.requires_grad}:
         model = {name: value for name, value in model.items() if name not in frozen}  # a tied head's second name too
     weights = {"model": model, "optimizer": optimizer}
-    if policy.reference_moves:
+    if policy.moves_reference:
         weights["reference"] = get_model_state_dict(policy.reference)
     return weights
 
 
 def _options(policy: Policy) -> StateDictOptions:
-    frozen = any(not parameter.requires_grad for parameter in policy.scorer.parameters())
+    frozen = any(not parameter.requires_grad for parameter in policy.model.parameters())
     return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
 
 

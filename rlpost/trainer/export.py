@@ -7,7 +7,6 @@ directory is made beside its place and renamed, so it is whole or not there.
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rlpost.config.schema import LoRAConfig
 from rlpost.errors import UserError
 from rlpost.models.sources import load_model
 from rlpost.trainer.lora import add_adapters, merged
@@ -45,9 +45,7 @@ def write_model(
     out: Path,
     dtype: str = "float32",
     trust_remote_code: bool = False,
-    rank: int = 0,
-    alpha: float = 1.0,
-    targets: Sequence[str] | str = (),
+    lora: LoRAConfig | None = None,
 ) -> None:
     """Write the model of a checkpoint.
 
@@ -55,17 +53,17 @@ def write_model(
         directory: of the model that was trained.
         checkpoint: checkpoints/step-<n> of a run.
         out: a directory that is not there yet, or is empty.
-        rank, alpha, targets: of the adapters that were trained; rank 0 is none.
+        lora: the adapters that were trained; None, or of rank 0: none.
 
     Raises: UserError for a place or a checkpoint that will not do.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty directory; choose another")
     model: Any = load_model(directory, torch.float32, trust_remote_code)
-    if rank:
-        add_adapters(model, rank, alpha, targets)
+    if lora and lora.rank:
+        add_adapters(model, lora)
     load_weights(model, checkpoint)
-    if rank:  # a model without them, and what they come to
+    if lora and lora.rank:  # a model without them, and what they come to
         weights = dict(merged(model))
         model = load_model(directory, torch.float32, trust_remote_code)
         model.load_state_dict(weights, strict=False)  # a tied head has one name only

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rlpost import distributed
+from rlpost.config.schema import TrainerConfig
 from rlpost.data.packing import Layout
 from rlpost.data.vision import Vision
 from rlpost.errors import UserError
@@ -26,10 +27,8 @@ from rlpost.types import PackedBatch, PackedGroup
 
 log = logging.getLogger(__name__)
 
-Precision = Literal["float32", "bfloat16"]
 
-
-class TokenScorer(nn.Module):
+class PolicyModel(nn.Module):
     """Log-probability and entropy of a micro-batch's completion tokens.
 
     The head runs on the positions that predict a completion token only, and on a chunk of them at a time.
@@ -178,11 +177,9 @@ def shard(
     model: nn.Module,
     distribution: SamplingDistribution,
     mesh: DeviceMesh,
-    precision: Precision = "float32",
-    activation_checkpointing: bool = False,
+    trainer: TrainerConfig,
     vision: Vision | None = None,
-    cpu_offload: bool = False,
-) -> TokenScorer:
+) -> PolicyModel:
     """Wrap and shard with `fully_shard`: a unit per block, and the root with embeddings and head.
 
     The weights come to the GPU a unit at a time, of which each rank keeps its shard. Gradients are summed over ranks, not
@@ -190,39 +187,39 @@ def shard(
     nothing to cast, and is spared the copies.
 
     Args:
-        mesh: of one dimension, or (replicas, shards).
-        vision: of a model that takes images.
-        cpu_offload: between passes shards, gradients and the optimizer's states are in the host's memory.
+        mesh: the ranks, in one dimension or as (replicas, shards).
+        trainer: its precision, activation checkpointing and offloading are read here.
+        vision: the processor of a model that takes images.
 
     Raises: UserError if the model's rows cannot be split over the ranks of a context group, or there is no GPU to offload.
     """
     _check_context(model)
-    if cpu_offload and distributed.device().type == "cpu":
+    if trainer.cpu_offload and distributed.device().type == "cpu":
         raise UserError("trainer.cpu_offload=true moves weights off a GPU, and there is none")
-    if activation_checkpointing:
+    if trainer.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only
         _disable_dropout(model)
-    scorer = TokenScorer(model, distribution, vision)
+    policy_model = PolicyModel(model, distribution, vision)
     alone = mesh.size() == 1
-    if alone and precision == "float32" and not cpu_offload:
-        return scorer.to(distributed.device())
+    if alone and trainer.precision == "float32" and not trainer.cpu_offload:
+        return policy_model.to(distributed.device())
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if precision == "bfloat16"
+        if trainer.precision == "bfloat16"
         else MixedPrecisionPolicy()
     )
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy() if trainer.cpu_offload else OffloadPolicy()
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=not alone)
-    fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(policy_model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     if alone:  # nothing to sum: a factor would only cost a pass over every gradient
-        return scorer
-    for module in scorer.modules():
+        return policy_model
+    for module in policy_model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
-    return scorer
+    return policy_model
 
 
 def _check_context(model: nn.Module) -> None:

@@ -81,12 +81,15 @@ def test_a_fork_is_what_a_new_process_would_be(
     core = min(os.sched_getaffinity(0))
     everything = os.sched_getaffinity(0)
     os.sched_setaffinity(0, [core])
+    # A shell's background jobs ignore SIGINT, which new processes inherit and forks of a server do not.
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         variables = {**os.environ, "RANK": "3", "PYTHONPATH": str(tmp_path / "elsewhere")}
         variables.pop("MASTER_PORT", None)
         found = [probe(tmp_path, "a", "b c", given="text", environment=variables) for _ in range(2)]
     finally:
         os.sched_setaffinity(0, everything)
+        signal.signal(signal.SIGINT, interrupts)
     numbers, parents = ([each.pop(name) for each in found] for name in ("random", "parent"))
     expected = {
         "arguments": ["a", "b c"],

@@ -31,8 +31,8 @@ def test_a_shared_prompt_by_hand() -> None:
 
 def test_what_the_model_did_not_sample_is_masked() -> None:
     rollouts = [
-        make_rollout(0, completion=[8, 9, 4], sampled=[True, False, True]),
-        make_rollout(0, completion=[7, 6], sampled=[True, False], sample_index=1),
+        make_rollout(0, completion=[8, 9, 4], sampled_mask=[True, False, True]),
+        make_rollout(0, completion=[7, 6], sampled_mask=[True, False], sample_index=1),
     ]
     for layout in ("shared_prefix", "padded"):
         (batch,) = pack(rollouts, [True, True], 64, layout)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rlpost.config.schema import ScoringConfig
 from rlpost.errors import UserError
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.function import RewardError, TrainingState
@@ -85,7 +86,7 @@ def test_groups_are_judged_together_in_a_run() -> None:
         return 200, "yes"
 
     with judge_server(slow) as judge:
-        reward = RewardSum({"judge": JudgeReward("m", judge.url)}, {"judge": 1.0}, timeout=60)
+        reward = RewardSum({"judge": JudgeReward("m", judge.url)}, {"judge": 1.0}, scoring=ScoringConfig(timeout=60))
         groups = [[make_rollout(group_id=g, text=f"{g}{i}", sample_index=i) for i in range(2)] for g in range(4)]
         for group in groups:
             reward.start(group, TrainingState(1, 2))
@@ -97,7 +98,7 @@ def test_groups_are_judged_together_in_a_run() -> None:
 
 def test_a_reply_without_a_verdict_names_the_row() -> None:
     with judge_server(lambda asked, number: (200, "hm" if "Response:\nodd\n" in asked else "no")) as judge:
-        reward = RewardSum({"judge": JudgeReward("m", judge.url)}, {"judge": 1.0}, timeout=60)
+        reward = RewardSum({"judge": JudgeReward("m", judge.url)}, {"judge": 1.0}, scoring=ScoringConfig(timeout=60))
         reward.start([make_rollout(text="a"), make_rollout(text="odd", sample_index=1)], TrainingState(1, 2))
         with pytest.raises(RewardError, match=r"reward\.judge raised ValueError: the judge replied 'hm'.*'odd'"):
             reward.finish()
@@ -109,7 +110,7 @@ def test_a_coroutine_that_hangs_is_stopped() -> None:
         await asyncio.sleep(600 if "hang" in completions else 0)
         return [1.0] * len(completions)
 
-    reward = RewardSum({"hangs": hangs}, {"hangs": 1.0}, timeout=0.3, on_error="zero")
+    reward = RewardSum({"hangs": hangs}, {"hangs": 1.0}, scoring=ScoringConfig(timeout=0.3, on_error="zero"))
     group = [make_rollout(text="a"), make_rollout(text="hang", sample_index=1)]
     reward.start(group, TrainingState(1, 2))
     reward.finish()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from rlpost.config.schema import ScoringConfig
 from rlpost.errors import UserError
 from rlpost.rewards.combine import RewardSum
 from rlpost.rewards.function import RewardError, TrainingState
@@ -82,7 +83,7 @@ def scoring(functions: str) -> Iterator[Callable[..., RewardSum]]:
     def make(*names: str, timeout: float = 60.0, on_error: Any = "fail", **settings: Any) -> RewardSum:
         nodes = {name: {"_target_": f"{functions}.{name}", "_partial_": True, **settings} for name in names}
         processes = ScoringProcesses(MODULE, names, nodes, timeout=timeout)
-        made.append(RewardSum({}, dict.fromkeys(names, 1.0), processes, on_error))
+        made.append(RewardSum({}, dict.fromkeys(names, 1.0), processes, ScoringConfig(on_error=on_error)))
         return made[-1]
 
     yield make
@@ -142,7 +143,9 @@ def test_what_is_no_sequence(returned: Any) -> None:
 def test_a_wrong_number_of_values_ends_the_run_whatever_on_error_says(on_error: Any, scoring: Any) -> None:
     message = r"^reward\.short gave 1 values for 2 completions$"
     with pytest.raises(RewardError, match=message):
-        scored(RewardSum({"short": lambda **_: [1.0]}, {"short": 1.0}, on_error=on_error), "a", "b")
+        scored(
+            RewardSum({"short": lambda **_: [1.0]}, {"short": 1.0}, scoring=ScoringConfig(on_error=on_error)), "a", "b"
+        )
     with pytest.raises(RewardError, match=message):
         scored(scoring("scripted", "short", on_error=on_error), "a", "b")
 

@@ -322,7 +322,7 @@ def test_own_settings_are_checked(prompts: list[Prompt]) -> None:
         return with_own_settings([prompt], "settings", Sampling(max_tokens=8))[0].sampling
 
     assert own(None) == {}
-    assert own({"max_tokens": 4, "stop": ["x"], "regex": None}) == {"max_tokens": 4, "stop": ("x",)}
+    assert own({"max_tokens": 4, "stop": ["x"], "regex": None}) == {"max_tokens": 4, "stop": ["x"]}
     assert own({"logit_bias": {"5": 1}}) == {"logit_bias": {5: 1.0}}
     for value, message in (
         ("x", "expected a mapping of max_tokens"),

@@ -109,8 +109,8 @@ def test_ids_are_those_of_the_whole_conversation(
 
     first, last = (tiny_tokenizer.encode(t + END, add_special_tokens=False) for t in ("I ask.", "It is 7."))
     replied = len(completion.token_ids) - len(first) - len(last)
-    assert completion.sampled == (True,) * len(first) + (False,) * replied + (True,) * len(last)
-    assert completion.rollout_logprobs == tuple(-0.5 if sampled else 0.0 for sampled in completion.sampled)
+    assert completion.sampled_mask == (True,) * len(first) + (False,) * replied + (True,) * len(last)
+    assert completion.rollout_logprobs == tuple(-0.5 if sampled else 0.0 for sampled in completion.sampled_mask)
     assert completion.text == "It is 7."  # what the environment said is not the model's answer
     assert completion.policy_version == 1  # the oldest of its turns
     assert completion.messages == tuple(conversation[1:])
@@ -161,8 +161,8 @@ def test_turns_and_tokens_are_bounded(prompt: Prompt, reply_format: ReplyFormat,
     completion = play(engine, talk, reply_format, prompt, max_tokens=100, max_turns=50)
     assert completion.finish_reason == "length"
     assert len(completion.token_ids) <= 100
-    assert completion.sampled is not None
-    assert completion.sampled[-1]  # no reply without a turn after it
+    assert completion.sampled_mask is not None
+    assert completion.sampled_mask[-1]  # no reply without a turn after it
     used = [len(asked) - len(prompt.token_ids) for asked in engine.asked]
     assert engine.limits == [100 - count for count in used]
 
@@ -206,7 +206,7 @@ def test_an_episode_of_one_turn_is_the_plain_completion(
     episodes = generate(Episodes(engine, Says(), reply_format, 8), [prompt] * 4, range(4), sampling)
     for one, other in zip(plain, episodes, strict=True):
         assert (one.token_ids, one.rollout_logprobs, one.text) == (other.token_ids, other.rollout_logprobs, other.text)
-        assert other.sampled == (True,) * len(one.token_ids)
+        assert other.sampled_mask == (True,) * len(one.token_ids)
 
 
 def test_sampled_logprobs_are_the_trainers_in_every_turn(
@@ -218,7 +218,7 @@ def test_sampled_logprobs_are_the_trainers_in_every_turn(
     turns = [sum(message["role"] == "assistant" for message in c.messages) for c in completions]
     assert max(turns) == 3
     for completion in completions:
-        mask = torch.tensor(completion.sampled)
+        mask = torch.tensor(completion.sampled_mask)
         expected = trainer_logprobs(model, prompt, completion, 1.0)
         torch.testing.assert_close(torch.tensor(completion.rollout_logprobs)[mask], expected[mask], rtol=0, atol=1e-4)
     again = generate(episodes, [prompt] * 16, range(16), Sampling(max_tokens=120, stop=tuple("aeiou12345")))

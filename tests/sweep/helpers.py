@@ -39,11 +39,12 @@ def make_job(
     (run / "completions").mkdir(parents=True)
     config = {
         "name": arm,
+        "run_dir": str(run),
         "seed": seed,
         "reducer": REDUCERS[arm],
         "algorithm": {"mask_truncated": False},
         "rollout": {"max_tokens": 32},
-        "tracking": {"run_name": f"{arm}, seed {seed}"},
+        "tracking": {"run_name": f"{arm}, seed {seed}", "experiment": "sweep"},
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     (run / "status.json").write_text(json.dumps({"state": "finished", "pid": 1, **status}))

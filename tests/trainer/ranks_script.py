@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from rlpost import distributed
+from rlpost.config.schema import AlgorithmConfig, KLConfig, LoRAConfig, TrainerConfig
 from rlpost.models.tiny import TinyLlama
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.objective import Objective
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.lora import WithoutAdapters, add_adapters
-from rlpost.trainer.policy import Policy, UpdateSettings, make_optimizer, make_scheduler
+from rlpost.trainer.optimizer import AdamW
+from rlpost.trainer.policy import Policy
 from rlpost.types import Rollout
 from tests.objective.test_objective import CORRECTIONS, LOSSES, REDUCERS
 from tests.trainer.test_policy import rollouts
@@ -39,7 +41,7 @@ CASES = {
 
 def near(policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
     """The rollouts as if an engine a little off the trainer had sampled them: corrections cut some and keep others."""
-    scored, _ = policy._score(policy.scorer, rollouts)
+    scored = policy.logprobs(rollouts)
     moved = []
     for index, rollout in enumerate(rollouts):
         place = 3 * rollout.prompt.group_id + rollout.sample_index
@@ -61,31 +63,32 @@ def update(name: str, context: int, replicas: int) -> tuple[dict[str, float], di
     distributed.split_context(context)
     mesh = distributed.sharding_mesh(replicas)
 
-    def scorer(path: Path, checkpointing: bool = False) -> trainer_model.TokenScorer:
+    def policy_model(path: Path, checkpointing: bool = False) -> trainer_model.PolicyModel:
         language_model = deepcopy(loaded(path))
         if kind == "adapters":
             torch.manual_seed(0)
-            add_adapters(language_model, 4, 8.0, [])
+            add_adapters(language_model, LoRAConfig(rank=4, alpha=8.0))
             for parameter_name, parameter in language_model.named_parameters():
                 if "lora_B" in parameter_name:  # at 0, as they start, A would have no gradient
                     nn.init.normal_(parameter, std=0.1)
-        return trainer_model.shard(language_model, SamplingDistribution(0.7, top_k=50), mesh, "float32", checkpointing)
+        trainer = TrainerConfig(activation_checkpointing=checkpointing)
+        return trainer_model.shard(language_model, SamplingDistribution(0.7, top_k=50), mesh, trainer)
 
     loss = LOSSES[which if kind == "loss" else "clipped"]
     reducer = REDUCERS[which if kind == "reducer" else "grpo"]
     # Without the entropy's pull, a rank whose groups have no advantage has no backward pass of its own.
     objective = Objective(loss, reducer) if kind == "idle" else Objective(loss, reducer, CORRECTIONS, entropy_coef=0.01)
-    settings = UpdateSettings(max_completion_tokens=8, micro_batch_tokens=24, max_grad_norm=None)
+    algorithm = AlgorithmConfig()
     reference = None
     if kind == "everything":
-        objective = Objective(loss, reducer, kl_coef=0.1, entropy_coef=0.01)
-        settings = replace(settings, num_mini_batches=2, top_entropy_share=0.5)
-        reference = scorer(TinyLlama(num_heads=4, num_kv_heads=2, seed=1).directory())
-    ours = scorer(directory, checkpointing=kind == "everything")
+        objective = Objective(loss, reducer, kl=KLConfig(coef=0.1), entropy_coef=0.01)
+        algorithm = AlgorithmConfig(num_mini_batches=2, top_entropy_share=0.5)
+        reference = policy_model(TinyLlama(num_heads=4, num_kv_heads=2, seed=1).directory())
+    ours = policy_model(directory, checkpointing=kind == "everything")
     if kind == "adapters":
-        objective, reference = Objective(loss, reducer, kl_coef=0.1), WithoutAdapters(ours)
-    optimizer = make_optimizer(ours, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    policy = Policy(ours, reference, objective, optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)
+        objective, reference = Objective(loss, reducer, kl=KLConfig(coef=0.1)), WithoutAdapters(ours)
+    optimizer = AdamW(lr=0.0, max_grad_norm=None)(ours.parameters(), 1)
+    policy = Policy(ours, reference, objective, optimizer, algorithm, micro_batch_tokens=24, max_completion_tokens=8)
 
     size, here = distributed.world_size() // context, distributed.rank() // context
     share = near(policy, [r for r in rollouts() if OWNER[r.prompt.group_id] % size == here])

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlpost import distributed
+from rlpost.config.schema import TrainerConfig
 from rlpost.data.packing import attention_mask, pack
 from rlpost.errors import UserError
 from rlpost.objective.logprobs import SamplingDistribution
@@ -22,6 +23,7 @@ from rlpost.trainer import model as trainer_model
 from rlpost.trainer.policy import to_device
 from rlpost.types import PackedBatch
 from tests.conftest import make_rollout
+from tests.trainer.test_policy import sharded
 
 
 def batches(sizes: list[list[int]]) -> list[PackedBatch]:
@@ -66,33 +68,37 @@ def test_the_mask_for_gpus_says_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def scorer(tiny_dir: Path, process_group: None) -> trainer_model.TokenScorer:
-    return trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
+def policy_model(tiny_dir: Path, process_group: None) -> trainer_model.PolicyModel:
+    return trainer_model.shard(
+        trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh(), TrainerConfig()
+    )
 
 
-def scored(scorer: trainer_model.TokenScorer, completions: list[list[int]], prompts: list[list[int]]) -> Iterator[Any]:
+def scored(
+    policy_model: trainer_model.PolicyModel, completions: list[list[int]], prompts: list[list[int]]
+) -> Iterator[Any]:
     """Log-probabilities by completion; two completions a prompt, all in one row."""
     made = [make_rollout(i // 2, prompts[i // 2], c, sample_index=i % 2) for i, c in enumerate(completions)]
     (batch,) = pack(made, [True] * len(made), 1000)
-    assert scorer.layout == "shared_prefix"
+    assert policy_model.layout == "shared_prefix"
     with torch.no_grad():
-        logprobs, _ = scorer(to_device(batch))
+        logprobs, _ = policy_model(to_device(batch))
     order = [batch.rollout_ids.index(i) for i in range(len(made))]
     return [logprobs[batch.sequence_index == i].clone() for i in order]
 
 
-def test_completions_that_share_a_row_do_not_see_each_other(scorer: trainer_model.TokenScorer) -> None:
+def test_completions_that_share_a_row_do_not_see_each_other(policy_model: trainer_model.PolicyModel) -> None:
     completions = [[9, 10, 11], [12, 13], [14, 15, 16, 17], [18]]
     prompts = [[3, 4, 5], [6, 7]]
-    before = scored(scorer, completions, prompts)
+    before = scored(policy_model, completions, prompts)
     for changed in range(4):
         other = [list(c) for c in completions]
         other[changed] = [token + 50 for token in other[changed]]
-        after = scored(scorer, other, prompts)
+        after = scored(policy_model, other, prompts)
         for i in range(4):
             assert torch.equal(after[i], before[i]) == (i != changed), (changed, i)
     # A prompt's change is seen by its own completions alone.
-    after = scored(scorer, completions, [[3, 99, 5], [6, 7]])
+    after = scored(policy_model, completions, [[3, 99, 5], [6, 7]])
     assert [torch.equal(a, b) for a, b in zip(after, before, strict=True)] == [False, False, True, True]
 
 
@@ -116,12 +122,12 @@ def test_a_sliding_window_gets_a_row_a_completion(
         model = trainer_model.load(tmp_path)
     assert "sliding_attention" in caplog.text
     assert "row of its own" in caplog.text
-    scorer = trainer_model.shard(model, SamplingDistribution(), distributed.sharding_mesh())
-    assert scorer.layout == "padded"
+    policy_model = sharded(model)
+    assert policy_model.layout == "padded"
     made = [make_rollout(0, list(range(3, 12)), c) for c in ([20, 21, 22, 23, 24], [25, 26])]
-    (batch,) = pack(made, [True] * 2, 1000, scorer.layout)
+    (batch,) = pack(made, [True] * 2, 1000, policy_model.layout)
     with torch.no_grad():
-        logprobs, _ = scorer(to_device(batch))
+        logprobs, _ = policy_model(to_device(batch))
         plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         for sequence, index in enumerate(batch.rollout_ids):
             prompt, completion = made[index].prompt.token_ids, made[index].completion.token_ids
@@ -169,12 +175,12 @@ def test_a_row_that_cannot_be_split_over_ranks_is_refused(
     ):
         monkeypatch.setattr("rlpost.distributed.context_size", lambda size=size: size)
         with pytest.raises(UserError, match=reason):
-            trainer_model.shard(trainer_model.load(directory), SamplingDistribution(), distributed.sharding_mesh())
+            trainer_model.shard(
+                trainer_model.load(directory), SamplingDistribution(), distributed.sharding_mesh(), TrainerConfig()
+            )
 
 
 def test_offloading_needs_a_gpu(tiny_dir: Path, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.distributed.device", lambda: torch.device("cpu"))
     with pytest.raises(UserError, match=r"trainer\.cpu_offload=true moves weights off a GPU"):
-        trainer_model.shard(
-            trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh(), cpu_offload=True
-        )
+        sharded(trainer_model.load(tiny_dir), TrainerConfig(cpu_offload=True))

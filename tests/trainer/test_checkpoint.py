@@ -8,20 +8,19 @@ import pytest
 import torch
 
 from rlpost import distributed
-from rlpost.objective.logprobs import SamplingDistribution
+from rlpost.config.schema import KLConfig
 from rlpost.objective.objective import Objective
 from rlpost.trainer import model as trainer_model
 from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.policy import Policy
-from tests.trainer.test_policy import groups, make_policy, rollouts, weights
+from tests.trainer.test_policy import groups, make_policy, rollouts, sharded, weights
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def with_reference(tiny_dir: Path) -> Policy:
-    mesh = distributed.sharding_mesh()
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
-    return make_policy(tiny_dir, reference=reference, objective=Objective(kl_coef=0.1), reference_every=1)
+    reference = sharded(trainer_model.load(tiny_dir))
+    return make_policy(tiny_dir, reference=reference, objective=Objective(kl=KLConfig(coef=0.1, reference_every=1)))
 
 
 def reference_weights(policy: Policy) -> list[torch.Tensor]:
@@ -52,12 +51,12 @@ def test_a_restored_policy_goes_on_bit_for_bit(tiny_dir: Path, tmp_path: Path) -
     assert metrics == expected
     assert all(torch.equal(w, after[0][n]) for n, w in weights(restored).items())
     assert all(torch.equal(a, b) for a, b in zip(reference_weights(restored), after[1], strict=True))
-    assert restored.scheduler.last_epoch == policy.scheduler.last_epoch == 2
+    assert restored.optimizer.state_dict()["last_epoch"] == policy.optimizer.state_dict()["last_epoch"] == 2
 
 
 def test_a_reference_that_stays_is_not_saved(tiny_dir: Path, tmp_path: Path) -> None:
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
-    staying = make_policy(tiny_dir, reference=reference, objective=Objective(kl_coef=0.1))
+    reference = sharded(trainer_model.load(tiny_dir))
+    staying = make_policy(tiny_dir, reference=reference, objective=Objective(kl=KLConfig(coef=0.1)))
     sizes = []
     for step, policy in enumerate((staying, with_reference(tiny_dir)), start=1):
         checkpoints = Checkpoints(tmp_path)

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rlpost import distributed
+from rlpost.config.schema import TrainerConfig
 from rlpost.data.packing import pack
 from rlpost.data.vision import Vision
 from rlpost.objective.logprobs import SamplingDistribution
@@ -19,10 +20,10 @@ EXCLUDED = 259
 
 
 @pytest.fixture
-def scorer(tiny_vision_dir: Path, vision: Vision, process_group: None) -> trainer_model.TokenScorer:
+def policy_model(tiny_vision_dir: Path, vision: Vision, process_group: None) -> trainer_model.PolicyModel:
     language_model = trainer_model.load(tiny_vision_dir).double()
     distribution = SamplingDistribution(excluded=(EXCLUDED,))
-    return trainer_model.shard(language_model, distribution, distributed.sharding_mesh(), vision=vision)
+    return trainer_model.shard(language_model, distribution, distributed.sharding_mesh(), TrainerConfig(), vision)
 
 
 def rollouts(vision: Vision, *examples: Example) -> list[Rollout]:
@@ -34,28 +35,28 @@ def rollouts(vision: Vision, *examples: Example) -> list[Rollout]:
 
 
 def scored(
-    scorer: trainer_model.TokenScorer, made: list[Rollout], token_budget: int
+    policy_model: trainer_model.PolicyModel, made: list[Rollout], token_budget: int
 ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
     """Log-probabilities by rollout, and the gradient of a sum that weighs every token differently."""
     found: dict[int, torch.Tensor] = {}
-    scorer.zero_grad()
-    for batch in pack(made, [True] * len(made), token_budget, scorer.layout):
-        logprobs, _ = scorer(batch)
+    policy_model.zero_grad()
+    for batch in pack(made, [True] * len(made), token_budget, policy_model.layout):
+        logprobs, _ = policy_model(batch)
         weights = 1.0 + batch.token_index + 10 * torch.tensor(batch.rollout_ids)[batch.sequence_index]
         (logprobs * weights).sum().backward()
         sizes = torch.bincount(batch.sequence_index).tolist()
         found.update(zip(batch.rollout_ids, logprobs.detach().split(sizes), strict=True))
-    return found, {name: p.grad for name, p in scorer.named_parameters() if p.grad is not None}
+    return found, {name: p.grad for name, p in policy_model.named_parameters() if p.grad is not None}
 
 
 def test_log_probabilities_are_the_models(
-    scorer: trainer_model.TokenScorer, vision: Vision, tiny_vision_dir: Path
+    policy_model: trainer_model.PolicyModel, vision: Vision, tiny_vision_dir: Path
 ) -> None:
     """One sequence at a time through the plain model, the image's token left out of the softmax."""
-    assert scorer.layout == "padded"
+    assert policy_model.layout == "padded"
     plain = AutoModelForImageTextToText.from_pretrained(tiny_vision_dir, dtype=torch.float64).eval()
     made = rollouts(vision, ONE, NONE, TWO)
-    found, _ = scored(scorer, made, 10_000)
+    found, _ = scored(policy_model, made, 10_000)
     for i, rollout in enumerate(made):
         ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.completion.token_ids]])
         images = vision.model_inputs([rollout.prompt], [0], ids.shape[1])
@@ -67,12 +68,12 @@ def test_log_probabilities_are_the_models(
         torch.testing.assert_close(found[i], expected, rtol=1e-5, atol=1e-6)  # pixels are float32
 
 
-def test_no_split_changes_the_gradient(scorer: trainer_model.TokenScorer, vision: Vision) -> None:
+def test_no_split_changes_the_gradient(policy_model: trainer_model.PolicyModel, vision: Vision) -> None:
     made = rollouts(vision, ONE, NONE, TWO)
-    found, gradient = scored(scorer, made, 10_000)
+    found, gradient = scored(policy_model, made, 10_000)
     assert any("vision" in name for name in gradient)
     for budget in (1, 80, 130):
-        again, other = scored(scorer, made, budget)
+        again, other = scored(policy_model, made, budget)
         assert other.keys() == gradient.keys()
         for i in found:
             torch.testing.assert_close(again[i], found[i], rtol=1e-9, atol=1e-9)
@@ -80,10 +81,10 @@ def test_no_split_changes_the_gradient(scorer: trainer_model.TokenScorer, vision
             torch.testing.assert_close(other[name], gradient[name], rtol=1e-8, atol=1e-9)
 
 
-def test_an_image_is_seen_by_its_own_rows_alone(scorer: trainer_model.TokenScorer, vision: Vision) -> None:
-    before, _ = scored(scorer, rollouts(vision, ONE, NONE, TWO), 10_000)
+def test_an_image_is_seen_by_its_own_rows_alone(policy_model: trainer_model.PolicyModel, vision: Vision) -> None:
+    before, _ = scored(policy_model, rollouts(vision, ONE, NONE, TWO), 10_000)
     other = example(ONE.messages[0]["content"], png(9))
-    after, _ = scored(scorer, rollouts(vision, other, NONE, TWO), 10_000)
+    after, _ = scored(policy_model, rollouts(vision, other, NONE, TWO), 10_000)
     for i in (0, 1):
         assert not torch.allclose(after[i], before[i], atol=1e-6)
     for i in range(2, 6):
@@ -91,10 +92,10 @@ def test_an_image_is_seen_by_its_own_rows_alone(scorer: trainer_model.TokenScore
 
 
 def test_every_parameter_has_a_gradient_where_no_row_has_an_image(
-    scorer: trainer_model.TokenScorer, vision: Vision
+    policy_model: trainer_model.PolicyModel, vision: Vision
 ) -> None:
     """Or ranks would wait for each other: zeros for the vision tower."""
-    _, gradient = scored(scorer, rollouts(vision, NONE), 10_000)
-    assert gradient.keys() == dict(scorer.named_parameters()).keys()
+    _, gradient = scored(policy_model, rollouts(vision, NONE), 10_000)
+    assert gradient.keys() == dict(policy_model.named_parameters()).keys()
     assert all((g == 0).all() for name, g in gradient.items() if "vision" in name)
     assert any((g != 0).any() for name, g in gradient.items() if "text_model" in name)

@@ -1,4 +1,4 @@
-"""The scorer's graph."""
+"""The policy model's graph."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlpost import distributed
+from rlpost.config.schema import TrainerConfig
 from rlpost.data.packing import pack
 from rlpost.errors import UserError
 from rlpost.objective.logprobs import SamplingDistribution
@@ -33,11 +34,13 @@ def backward_nodes(output: torch.Tensor) -> Iterator[str]:
 def test_no_gradient_adds_up_in_an_order_that_threads_decide(loss: str, tiny_dir: Path) -> None:
     """Indexing with repeats (IndexBackward0) sums by atomic additions on several threads: equal runs would differ in
     their last bits whenever the machine is busy."""
-    scorer = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
+    policy_model = trainer_model.shard(
+        trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh(), TrainerConfig()
+    )
     made = rollouts()
     (batch,) = pack(made, [True] * len(made), 10_000)
     objective = Objective(LOSSES[loss], REDUCERS["function"], CORRECTIONS, entropy_coef=0.1)
-    out = objective(batch, *scorer(batch), StepTotals(len(made), 40, 8))
+    out = objective(batch, *policy_model(batch), StepTotals(len(made), 40, 8))
     names = set(backward_nodes(out.loss))
     assert "IndexSelectBackward0" in names
     assert not {name for name in names if name.startswith(("IndexBackward", "IndexPut", "Scatter"))}

@@ -1,28 +1,30 @@
 """The real network under FSDP2: layouts, micro-batches, mini-batches, and what stops a run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from rlpost import distributed
+from rlpost.config.schema import AlgorithmConfig, KLConfig, TrainerConfig
 from rlpost.objective.logprobs import SamplingDistribution
 from rlpost.objective.losses import ClippedLoss
 from rlpost.objective.objective import Objective
 from rlpost.objective.reducers import ConstantDivisor, Reducer, SequenceMean, TokenMean
 from rlpost.trainer import model as trainer_model
-from rlpost.trainer.policy import (
-    EngineMismatchError,
-    Policy,
-    UpdateSettings,
-    make_optimizer,
-    make_scheduler,
-)
+from rlpost.trainer.model import PolicyModel
+from rlpost.trainer.optimizer import AdamW, make_scheduler
+from rlpost.trainer.policy import EngineMismatchError, Policy
 from rlpost.types import PackedBatch, Rollout
 from tests.conftest import make_rollout
 
 pytestmark = pytest.mark.usefixtures("process_group")
+
+
+ADAMW = AdamW(lr=1e-3)
+UNCLIPPED = AdamW(lr=1e-3, max_grad_norm=None)
 
 
 def rollouts(num_groups: int = 4, num_samples: int = 3) -> list[Rollout]:
@@ -49,18 +51,42 @@ def make_policy(
     checkpointing: bool = False,
     precision: str = "float32",
     layout: str = "shared_prefix",
-    **settings: object,
+    optimizer: AdamW = ADAMW,
+    objective: Objective | None = None,
+    reference: PolicyModel | None = None,
+    **settings: Any,
 ) -> Policy:
-    language_model = trainer_model.load(directory, layout)
-    scorer = trainer_model.shard(
-        language_model, SamplingDistribution(temperature), distributed.sharding_mesh(), precision, checkpointing
-    )
-    objective = settings.pop("objective", Objective())
-    reference = settings.pop("reference", None)
-    optimizer = make_optimizer(scorer, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    scheduler = make_scheduler(optimizer, "constant", 0, 10)
+    trainer = TrainerConfig(precision=precision, activation_checkpointing=checkpointing)
+    policy_model = sharded(trainer_model.load(directory, layout), trainer, SamplingDistribution(temperature))
+    return policy_of(policy_model, objective or Objective(), optimizer, reference, **settings)
+
+
+def sharded(
+    language_model: torch.nn.Module,
+    trainer: TrainerConfig | None = None,
+    distribution: SamplingDistribution = SamplingDistribution(),  # noqa: B008 - it is frozen
+) -> PolicyModel:
+    return trainer_model.shard(language_model, distribution, distributed.sharding_mesh(), trainer or TrainerConfig())
+
+
+def policy_of(
+    policy_model: PolicyModel,
+    objective: Objective,
+    optimizer: AdamW = ADAMW,
+    reference: Any = None,
+    micro_batch_tokens: int = 2048,
+    max_logprob_diff: float | None = None,
+    **algorithm: Any,
+) -> Policy:
     return Policy(
-        scorer, reference, objective, optimizer, scheduler, UpdateSettings(max_completion_tokens=8, **settings)
+        policy_model,
+        reference,
+        objective,
+        optimizer(policy_model.parameters(), 10),
+        AlgorithmConfig(**algorithm),
+        micro_batch_tokens=micro_batch_tokens,
+        max_completion_tokens=8,
+        max_logprob_diff=max_logprob_diff,
     )
 
 
@@ -77,7 +103,7 @@ def test_logprobs_equal_the_plain_model(layout: str, tiny_dir: Path) -> None:
     policy = make_policy(tiny_dir, temperature=0.7, layout=layout)
     plain = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
     made = rollouts()
-    for index, logprobs in policy._score(policy.scorer, made)[0].items():
+    for index, logprobs in enumerate(policy.logprobs(made)):
         prompt, completion = made[index].prompt.token_ids, made[index].completion.token_ids
         with torch.no_grad():
             logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / 0.7
@@ -98,7 +124,7 @@ def test_an_update_does_not_depend_on_how_it_is_cut(change: dict[str, object], t
     made = rollouts()
     results = []
     for settings in ({}, change):
-        policy = make_policy(tiny_dir, max_grad_norm=None, **settings)
+        policy = make_policy(tiny_dir, optimizer=UNCLIPPED, **settings)
         metrics = policy.update(made, groups(made), step=1)
         metrics.pop("train/tokens_per_s")
         results.append((metrics, weights(policy)))
@@ -113,7 +139,7 @@ def with_replies(made: list[Rollout]) -> list[Rollout]:
     """As if every second token, from the second on, were a reply's."""
     for rollout in made:
         sampled = tuple(i % 2 == 0 for i in range(len(rollout.completion.token_ids)))
-        object.__setattr__(rollout.completion, "sampled", sampled)
+        object.__setattr__(rollout.completion, "sampled_mask", sampled)
     return made
 
 
@@ -121,16 +147,21 @@ def with_replies(made: list[Rollout]) -> list[Rollout]:
 def test_replies_are_context_and_have_no_gradient(reducer: Reducer, tiny_dir: Path) -> None:
     """Against the gradient of the sum over sampled tokens, written out with the plain model."""
     made = with_replies(rollouts())
-    policy = make_policy(tiny_dir, max_grad_norm=1e9, objective=Objective(reducer=reducer))
+    policy = make_policy(tiny_dir, optimizer=AdamW(lr=1e-3, max_grad_norm=1e9), objective=Objective(reducer=reducer))
     caught: dict[str, torch.Tensor] = {}
-    policy.optimizer.step = lambda: caught.update((n, p.grad.clone()) for n, p in policy.scorer.named_parameters())
+
+    def step() -> dict[str, float]:
+        caught.update((n, p.grad.clone()) for n, p in policy.model.named_parameters())
+        return {}
+
+    policy.optimizer.step = step
     policy.update(made, groups(made), step=1)
 
     plain = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
-    num_tokens = sum(sum(r.completion.sampled) for r in made)
+    num_tokens = sum(sum(r.completion.sampled_mask) for r in made)
     for rollout in made:
         prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
-        mask = torch.tensor(rollout.completion.sampled)
+        mask = torch.tensor(rollout.completion.sampled_mask)
         logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
         logprobs = logits.log_softmax(-1)[range(len(completion)), list(completion)]
         weight = {
@@ -148,7 +179,7 @@ def test_with_replies_too_an_update_does_not_depend_on_how_it_is_cut(change: dic
     results = []
     for settings in ({}, change):
         made = with_replies(rollouts())
-        policy = make_policy(tiny_dir, max_grad_norm=None, top_entropy_share=0.5, **settings)
+        policy = make_policy(tiny_dir, optimizer=UNCLIPPED, top_entropy_share=0.5, **settings)
         metrics = policy.update(made, groups(made), step=1)
         metrics.pop("train/tokens_per_s")
         results.append(metrics)
@@ -160,18 +191,18 @@ def test_rollouts_learn_the_trainers_logprobs_from_before(settings: dict[str, ob
     made = rollouts()
     made[0].advantage = made[1].advantage = made[2].advantage = 0.0  # a group without a gradient too
     policy = make_policy(tiny_dir, **settings)
-    before, _ = policy._score(policy.scorer, made)
+    before = policy.logprobs(made)
     policy.update(made, groups(made), step=1)
     for index, rollout in enumerate(made):
-        assert rollout.trainer_logprobs == pytest.approx(before[index].tolist(), abs=1e-5)
+        assert rollout.trainer_logprobs.tolist() == pytest.approx(before[index].tolist(), abs=1e-5)
 
 
 def test_the_update_raises_good_and_lowers_bad_tokens(tiny_dir: Path) -> None:
     policy = make_policy(tiny_dir)
     made = rollouts()
-    before, _ = policy._score(policy.scorer, made)
+    before = policy.logprobs(made)
     policy.update(made, groups(made), step=1)
-    after, _ = policy._score(policy.scorer, made)
+    after = policy.logprobs(made)
     gain = sum((after[i] - before[i]).mean().item() * r.advantage for i, r in enumerate(made))
     assert gain > 0
 
@@ -180,7 +211,7 @@ def test_mini_batches_and_epochs_take_old_logprobs_from_before_the_first(tiny_di
     made = rollouts()
     policy = make_policy(tiny_dir, num_mini_batches=2, num_epochs=2)
     metrics = policy.update(made, groups(made), step=1)
-    assert policy.scheduler.last_epoch == 4
+    assert policy.optimizer.state_dict()["last_epoch"] == 4
     assert metrics["policy/ratio_max"] > 1.001  # later optimizer steps are off-policy
     on_policy = make_policy(tiny_dir).update(made, groups(made), step=1)
     assert on_policy["policy/ratio_max"] == 1.0
@@ -192,7 +223,7 @@ def test_a_temperature_is_in_every_logprob(tiny_dir: Path) -> None:
     """At temperature 0.6 an on-policy step has ratio 1, and what the tempered engine reports is what the trainer has."""
     policy = make_policy(tiny_dir, temperature=0.6, num_epochs=2)
     made = rollouts()
-    scored, _ = policy._score(policy.scorer, made)
+    scored = policy.logprobs(made)
     reported = [
         make_rollout(
             r.prompt.group_id,
@@ -217,12 +248,9 @@ def test_adamw_takes_the_divisor_away(tiny_dir: Path) -> None:
     made = rollouts()
 
     def path(divisor: float, eps: float) -> torch.Tensor:
-        language_model = trainer_model.load(tiny_dir).double()
-        scorer = trainer_model.shard(language_model, SamplingDistribution(), distributed.sharding_mesh())
-        optimizer = make_optimizer(scorer, 1e-3, (0.9, 0.95), eps, 0.0)
-        settings = UpdateSettings(max_completion_tokens=8, max_grad_norm=None)
         objective = Objective(reducer=ConstantDivisor(divisor))
-        policy = Policy(scorer, None, objective, optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)
+        optimizer = AdamW(lr=1e-3, eps=eps, max_grad_norm=None)
+        policy = policy_of(sharded(trainer_model.load(tiny_dir).double()), objective, optimizer)
         for step in range(5):
             policy.update(made, groups(made), step)
         return torch.cat([w.flatten() for w in weights(policy).values()])
@@ -239,26 +267,21 @@ class Undeclared(ClippedLoss):
     zero_at_zero_advantage = False
 
 
-def in_float64(directory: Path, objective: Objective, **settings: object) -> Policy:
-    scorer = trainer_model.shard(
-        trainer_model.load(directory).double(), SamplingDistribution(), distributed.sharding_mesh()
-    )
-    optimizer = make_optimizer(scorer, 1e-3, (0.9, 0.95), 1e-8, 0.0)
-    settings = UpdateSettings(max_completion_tokens=8, micro_batch_tokens=30, **settings)
-    return Policy(scorer, None, objective, optimizer, make_scheduler(optimizer, "constant", 0, 1), settings)
+def in_float64(directory: Path, objective: Objective, **settings: Any) -> Policy:
+    return policy_of(sharded(trainer_model.load(directory).double()), objective, micro_batch_tokens=30, **settings)
 
 
 def count_backward(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Group counts of the micro-batches that go through the model with a gradient, as they come."""
     seen: list[int] = []
-    forward = policy.scorer.forward
+    forward = policy.model.forward
 
     def counting(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.is_grad_enabled():
             seen.append(len(batch.groups))
         return forward(batch)
 
-    monkeypatch.setattr(policy.scorer, "forward", counting)
+    monkeypatch.setattr(policy.model, "forward", counting)
     return seen
 
 
@@ -291,11 +314,11 @@ def test_groups_of_advantage_zero_need_no_backward_pass(
     assert whole_groups >= passes * 4
 
 
-@pytest.mark.parametrize("term", ["kl_coef", "entropy_coef"])
+@pytest.mark.parametrize("term", [{"kl": KLConfig(coef=0.1)}, {"entropy_coef": 0.1}])
 def test_a_term_that_pulls_on_every_group_leaves_none_out(
-    term: str, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+    term: dict[str, Any], tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = in_float64(tiny_dir, Objective(**{term: 0.1}))
+    policy = in_float64(tiny_dir, Objective(**term))
     seen = count_backward(policy, monkeypatch)
     made = rollouts()
     for rollout in made:
@@ -307,23 +330,20 @@ def test_a_term_that_pulls_on_every_group_leaves_none_out(
 def test_top_entropy_tokens_alone_give_a_policy_gradient(tiny_dir: Path) -> None:
     made = rollouts()
     policy = make_policy(tiny_dir, top_entropy_share=0.25)
-    _, entropy = policy._score(policy.scorer, made)
-    keep = policy._top_entropy(made, entropy, 0.25)
-    everything = torch.cat([entropy[i] for i in range(len(made))])
-    count = -(-len(everything) // 4)
-    assert sum(int(k.sum()) for k in keep.values()) == count
-    threshold = everything.sort(descending=True).values[count - 1]
-    assert all(torch.equal(keep[i], entropy[i] >= threshold) for i in keep)
     metrics = policy.update(made, groups(made), step=1)
+    everything = torch.cat([r.entropy for r in made])
+    count = -(-len(everything) // 4)
+    assert sum(int(r.has_policy_gradient.sum()) for r in made) == count
+    threshold = everything.sort(descending=True).values[count - 1]
+    assert all(torch.equal(r.has_policy_gradient, r.entropy >= threshold) for r in made)
     assert 0.6 < metrics["objective/top_entropy_cut"] < 0.9
 
 
 def test_the_reference_can_follow_the_policy(tiny_dir: Path) -> None:
-    mesh = distributed.sharding_mesh()
     made = rollouts()
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
-    objective = Objective(ClippedLoss(), kl_coef=0.1)
-    policy = make_policy(tiny_dir, reference=reference, objective=objective, reference_every=2, reference_mix=0.5)
+    reference = sharded(trainer_model.load(tiny_dir))
+    objective = Objective(ClippedLoss(), kl=KLConfig(coef=0.1, reference_every=2, reference_mix=0.5))
+    policy = make_policy(tiny_dir, reference=reference, objective=objective)
     start = [distributed.full(p).clone() for p in reference.parameters()]
     policy.update(made, groups(made), step=1)
     assert all(torch.equal(distributed.full(p), s) for p, s in zip(reference.parameters(), start, strict=True))
@@ -333,13 +353,13 @@ def test_the_reference_can_follow_the_policy(tiny_dir: Path) -> None:
 
 
 def test_the_kl_of_a_sequence_is_its_log_ratio(tiny_dir: Path) -> None:
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
+    reference = sharded(trainer_model.load(tiny_dir))
     policy = make_policy(tiny_dir, reference=reference)
     made = rollouts()
     assert policy.sequence_kl(made) == pytest.approx([0.0] * len(made), abs=1e-5)
     policy.update(made, groups(made), step=1)
-    scored = policy._score(policy.scorer, made)[0], policy._score(reference, made)[0]
-    expected = [(scored[0][i] - scored[1][i]).sum().item() for i in range(len(made))]
+    pairs = zip(policy.logprobs(made), policy.reference_logprobs(made), strict=True)
+    expected = [(ours - theirs).sum().item() for ours, theirs in pairs]
     assert policy.sequence_kl(made) == pytest.approx(expected, abs=1e-6)
     assert max(map(abs, expected)) > 1e-3
 
@@ -355,7 +375,7 @@ def test_fewer_groups_than_mini_batches(tiny_dir: Path) -> None:
     made = rollouts(num_groups=2)
     policy = make_policy(tiny_dir, num_mini_batches=3)
     policy.update(made, groups(made), step=1)
-    assert policy.scheduler.last_epoch == 2
+    assert policy.optimizer.state_dict()["last_epoch"] == 2
 
 
 def test_an_engine_that_disagrees_stops_the_run_before_any_change(tiny_dir: Path) -> None:
@@ -388,7 +408,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_any_change(tiny_dir:
 def test_weights_that_are_not_numbers_are_a_divergence_and_not_the_engines_fault(tiny_dir: Path) -> None:
     policy = make_policy(tiny_dir, max_logprob_diff=1e9)
     with torch.no_grad():
-        next(iter(policy.scorer.parameters())).fill_(float("nan"))
+        next(iter(policy.model.parameters())).fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="a log-probability is not a number: the run has diverged"):
         policy.update(rollouts(), groups(rollouts()), step=1)
 
@@ -404,9 +424,8 @@ def test_truncated_completions_can_be_masked(tiny_dir: Path) -> None:
 
 
 def test_the_reference_pulls_back(tiny_dir: Path) -> None:
-    mesh = distributed.sharding_mesh()
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), mesh)
-    objective = Objective(ClippedLoss(), kl_coef=0.1)
+    reference = sharded(trainer_model.load(tiny_dir))
+    objective = Objective(ClippedLoss(), kl=KLConfig(coef=0.1))
     policy = make_policy(tiny_dir, reference=reference, objective=objective)
     made = rollouts()
     first = policy.update(made, groups(made), step=1)
@@ -415,7 +434,7 @@ def test_the_reference_pulls_back(tiny_dir: Path) -> None:
 
 
 def test_the_kl_can_be_measured_without_a_term_in_the_loss(tiny_dir: Path) -> None:
-    reference = trainer_model.shard(trainer_model.load(tiny_dir), SamplingDistribution(), distributed.sharding_mesh())
+    reference = sharded(trainer_model.load(tiny_dir))
     measuring, plain = make_policy(tiny_dir, reference=reference), make_policy(tiny_dir)
     made = rollouts()
     for step in (1, 2):
@@ -432,7 +451,10 @@ def test_the_kl_can_be_measured_without_a_term_in_the_loss(tiny_dir: Path) -> No
 def test_gradient_clipping_reports_the_norm_before(tiny_dir: Path) -> None:
     made = rollouts()
     norms = [
-        make_policy(tiny_dir, max_grad_norm=b).update(made, groups(made), 1)["policy/grad_norm"] for b in (None, 1e-3)
+        make_policy(tiny_dir, optimizer=AdamW(lr=1e-3, max_grad_norm=b)).update(made, groups(made), 1)[
+            "policy/grad_norm"
+        ]
+        for b in (None, 1e-3)
     ]
     assert norms[0] == pytest.approx(norms[1])
     assert norms[0] > 1e-3
@@ -452,7 +474,7 @@ def test_schedules() -> None:
     def rates(schedule: str) -> list[float]:
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.AdamW([parameter], lr=1.0)
-        scheduler = make_scheduler(optimizer, schedule, warmup_steps=2, num_optimizer_steps=6)
+        scheduler = make_scheduler(optimizer, schedule, warmup_steps=2, num_steps=6)
         seen = []
         for _ in range(6):
             seen.append(optimizer.param_groups[0]["lr"])
@@ -467,8 +489,8 @@ def test_schedules() -> None:
 
 def test_norms_and_biases_are_not_decayed(tiny_dir: Path) -> None:
     policy = make_policy(tiny_dir)
-    optimizer = make_optimizer(policy.scorer, 1e-3, (0.9, 0.95), 1e-8, weight_decay=0.1)
-    decayed, kept = optimizer.param_groups
+    optimizer = AdamW(weight_decay=0.1)(policy.model.parameters(), 1)
+    decayed, kept = optimizer.torch_optimizer.param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert all(p.ndim == 1 for p in kept["params"])
     assert len(kept["params"]) == 2 * 2 + 1  # two norms a block, one at the end
