@@ -12,6 +12,7 @@ import torch
 
 from rlpost.commands.view import parse_steps
 from rlpost.errors import UserError
+from rlpost.evaluate import Correctness
 from rlpost.record.completions import completions_table
 from rlpost.record.page import read_groups, spread_steps
 from tests.conftest import make_rollout
@@ -47,7 +48,7 @@ def save(run: Path, steps: list[int], per_step: int = 2) -> None:
 
 def test_groups_hold_tokens_logprobs_ratios_and_rewards(tmp_path: Path) -> None:
     save(tmp_path, [1, 2])
-    first, second = read_groups(tmp_path, [1, 2], chr)
+    first, second = read_groups(tmp_path, [1, 2], Correctness("number"), chr)
     assert (first["step"], second["step"], first["id"]) == (1, 2, 3)
     sample, other = first["samples"]
     assert sample["tokens"] == ["H", "I", "!"]
@@ -57,7 +58,7 @@ def test_groups_hold_tokens_logprobs_ratios_and_rewards(tmp_path: Path) -> None:
     assert sample["sampled"] is None
     assert (other["rewards"], other["reward"], other["ratios"]) == ({"number": None}, None, [])
     assert other["errors"] == "number raised </script>"
-    assert read_groups(tmp_path, [1], None)[0]["samples"][0]["tokens"] == ["HI!"]
+    assert read_groups(tmp_path, [1], Correctness("number"), None)[0]["samples"][0]["tokens"] == ["HI!"]
 
 
 def test_steps_are_chosen(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rlpost.config.build import build, correct_function, correct_function_by_task
 from rlpost.config.schema import Config
 from rlpost.errors import UserError, run_command
+from rlpost.evaluate import Correctness
 from rlpost.record.completions import saved_steps
 from rlpost.record.page import page, spread_steps
 from rlpost.record.rundir import RunDir
@@ -65,9 +66,10 @@ def _main() -> int:
         raise UserError(f"{arguments.run_dir}: it has no saved completions yet")
     steps = parse_steps(arguments.steps, saved) if arguments.steps else spread_steps(arguments.run_dir, saved)
     out = arguments.out or arguments.run_dir / "completions.html"
-    functions = (correct_function(settings), correct_function_by_task(settings))
-    shown = (settings.name, *functions, settings.evaluation.correct_threshold, _token_texts(settings))
-    out.write_text(page(arguments.run_dir, steps, *shown), encoding="utf-8")
+    threshold = settings.evaluation.correct_threshold
+    correct = Correctness(correct_function(settings), threshold, correct_function_by_task(settings))
+    text = page(arguments.run_dir, steps, settings.name, correct, _token_texts(settings))
+    out.write_text(text, encoding="utf-8")
     print(f"{out}: {len(steps)} of {len(saved)} steps")
     return 0
 

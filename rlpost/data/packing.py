@@ -6,12 +6,12 @@ Whatever the layout and the split, the per-token views and the totals are the sa
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from rlpost.data.balance import deal_within
-from rlpost.types import Completion, PackedBatch, PackedGroup, Rollout, StepTotals
+from rlpost.types import Completion, PackedBatch, PackedGroup, Prompt, Rollout, StepTotals
 
 Layout = Literal["shared_prefix", "padded"]
 
@@ -92,71 +92,87 @@ def _padded_rows(pieces: Sequence[Piece], token_budget: int) -> list[list[Piece]
     return batches
 
 
+class _Rows:
+    """Rows of tokens that fill up piece by piece, and what is known of each completion token in them."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        size = shape[0] * shape[1]
+        self._shape = shape
+        self._input_ids = torch.zeros(size, dtype=torch.int64)
+        self._position_ids = torch.zeros(size, dtype=torch.int64)
+        self._group_index = torch.full((size,), -1, dtype=torch.int64)
+        self._segment_index = torch.zeros(size, dtype=torch.int64)
+        self._groups: list[PackedGroup] = []
+        self._tokens: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._sequences: dict[str, list[Any]] = defaultdict(list)
+
+    def prompt(self, start: int, prompt: tuple[int, ...], completion_lengths: tuple[int, ...]) -> None:
+        """A piece begins at `start` with its prompt."""
+        n = len(prompt)
+        self._group_index[start : start + n + sum(completion_lengths)] = len(self._groups)
+        self._groups.append(PackedGroup(start, n, completion_lengths))
+        self._input_ids[start : start + n] = torch.tensor(prompt)
+        self._position_ids[start : start + n] = torch.arange(n)
+
+    def completion(self, place: int, segment: int, rollout: Rollout, rollout_id: int, mask: torch.Tensor) -> None:
+        """A completion of the newest piece stands at `place`."""
+        group, completion = self._groups[-1], rollout.completion
+        n, length = group.prompt_length, len(completion.token_ids)
+        ids = torch.tensor(completion.token_ids)
+        here = slice(place, place + length)
+        self._input_ids[here] = ids
+        self._position_ids[here] = torch.arange(n, n + length)
+        self._segment_index[here] = segment
+        tokens, sequences = self._tokens, self._sequences
+        # The prompt's last position predicts every completion's first token.
+        tokens["predictor_index"].append(torch.tensor([group.start + n - 1, *range(place, place + length - 1)]))
+        tokens["target_ids"].append(ids)
+        tokens["sequence_index"].append(torch.full((length,), len(sequences["rollout_ids"])))
+        tokens["token_index"].append(torch.arange(length))
+        tokens["loss_mask"].append(mask)
+        tokens["rollout_logprobs"].append(torch.tensor(completion.rollout_logprobs, dtype=torch.float32))
+        sequences["active_lengths"].append(int(mask.sum()))
+        sequences["advantages"].append(rollout.advantage)
+        sequences["prompt_lengths"].append(n)
+        sequences["completion_masks"].append(mask)
+        sequences["rollout_ids"].append(rollout_id)
+
+    def batch(self, prompts: Sequence[Prompt], one_row: bool) -> PackedBatch:
+        sequences = self._sequences
+        return PackedBatch(
+            input_ids=self._input_ids.view(self._shape),
+            position_ids=self._position_ids.view(self._shape),
+            groups=self._groups if one_row else [],
+            group_index=self._group_index.view(self._shape),
+            segment_index=self._segment_index.view(self._shape),
+            **{name: torch.cat(parts) for name, parts in self._tokens.items()},
+            active_lengths=torch.tensor(sequences["active_lengths"]),
+            advantages=torch.tensor(sequences["advantages"], dtype=torch.float64),
+            prompt_lengths=sequences["prompt_lengths"],
+            completion_masks=sequences["completion_masks"],
+            rollout_ids=sequences["rollout_ids"],
+            prompts=prompts,
+        )
+
+
 def _batch(
     pieces: Sequence[Piece], rollouts: Sequence[Rollout], loss_masks: Sequence[bool], one_row: bool
 ) -> PackedBatch:
     """The pieces one after another in one row, or in a row each, padded at the end."""
-    lengths_of_pieces = [piece.length for piece in pieces]
-    shape = (1, sum(lengths_of_pieces)) if one_row else (len(pieces), max(lengths_of_pieces))
-    size = shape[0] * shape[1]
-    input_ids = torch.zeros(size, dtype=torch.int64)
-    position_ids = torch.zeros(size, dtype=torch.int64)
-    group_index = torch.full((size,), -1, dtype=torch.int64)
-    segment_index = torch.zeros(size, dtype=torch.int64)
-    predictors, targets, sequence_index, token_index, masks, logprobs = [], [], [], [], [], []
-    active_lengths, advantages, prompt_lengths, rollout_ids, groups = [], [], [], [], []
+    lengths = [piece.length for piece in pieces]
+    width = sum(lengths) if one_row else max(lengths)
+    rows = _Rows((1, width) if one_row else (len(pieces), width))
     prompts = [rollouts[piece.rollout_ids[0]].prompt for piece in pieces]
-
-    place = 0
-    for number, piece in enumerate(pieces):
-        start = place if one_row else number * shape[1]
-        prompt = prompts[number].token_ids
-        n = len(prompt)
-        lengths = tuple(len(rollouts[index].completion.token_ids) for index in piece.rollout_ids)
-        groups.append(PackedGroup(start, n, lengths))
-        group_index[start : start + piece.length] = number
-        input_ids[start : start + n] = torch.tensor(prompt)
-        position_ids[start : start + n] = torch.arange(n)
-        place = start + n
-        for segment, (index, length) in enumerate(zip(piece.rollout_ids, lengths, strict=True), start=1):
-            completion = rollouts[index].completion
-            here = slice(place, place + length)
-            ids = torch.tensor(completion.token_ids)
-            input_ids[here] = ids
-            position_ids[here] = torch.arange(n, n + length)
-            segment_index[here] = segment
-            # The prompt's last position predicts every completion's first token.
-            predictors.append(torch.tensor([start + n - 1, *range(place, place + length - 1)]))
-            targets.append(ids)
-            sequence_index.append(torch.full((length,), len(rollout_ids)))
-            token_index.append(torch.arange(length))
-            masks.append(sampled_tokens(completion) & loss_masks[index])
-            logprobs.append(torch.tensor(completion.rollout_logprobs, dtype=torch.float32))
-            active_lengths.append(int(masks[-1].sum()))
-            advantages.append(rollouts[index].advantage)
-            prompt_lengths.append(n)
-            rollout_ids.append(index)
-            place += length
-
-    return PackedBatch(
-        input_ids=input_ids.view(shape),
-        position_ids=position_ids.view(shape),
-        groups=groups if one_row else [],
-        group_index=group_index.view(shape),
-        segment_index=segment_index.view(shape),
-        predictor_index=torch.cat(predictors),
-        target_ids=torch.cat(targets),
-        sequence_index=torch.cat(sequence_index),
-        token_index=torch.cat(token_index),
-        loss_mask=torch.cat(masks),
-        rollout_logprobs=torch.cat(logprobs),
-        active_lengths=torch.tensor(active_lengths),
-        advantages=torch.tensor(advantages, dtype=torch.float64),
-        prompt_lengths=prompt_lengths,
-        completion_masks=masks,
-        rollout_ids=rollout_ids,
-        prompts=prompts,
-    )
+    end = 0
+    for number, (piece, prompt) in enumerate(zip(pieces, prompts, strict=True)):
+        start = end if one_row else number * width
+        members = [rollouts[index] for index in piece.rollout_ids]
+        rows.prompt(start, prompt.token_ids, tuple(len(r.completion.token_ids) for r in members))
+        end = start + len(prompt.token_ids)
+        for segment, (index, rollout) in enumerate(zip(piece.rollout_ids, members, strict=True), start=1):
+            rows.completion(end, segment, rollout, index, sampled_tokens(rollout.completion) & loss_masks[index])
+            end += len(rollout.completion.token_ids)
+    return rows.batch(prompts, one_row)
 
 
 def _num_sampled(rollout: Rollout) -> int:

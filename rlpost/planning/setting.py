@@ -75,60 +75,18 @@ def _directory(source: Any) -> Path:
 
 def setting_of(settings: Config, shape: Shape, arguments: argparse.Namespace) -> Setting:
     """Raises: UserError for numbers that do not go together, and for what the model of costs leaves out."""
-    left_out = {
-        "trainer.lora.rank": settings.trainer.lora.rank > 0,
-        "trainer.cpu_offload": settings.trainer.cpu_offload,
-        "rollout.engine": constant_of(str(settings.rollout.engine["_target_"]), "samples_beside_training", False),
-    }
-    for key, is_set in left_out.items():
-        if is_set:
-            raise UserError(f"{key}: rlpost-plan knows whole models on GPUs that also sample, not this; leave it out")
+    _check_known(settings, shape, arguments)
     gpus, a, engine = arguments.gpus, settings.algorithm, settings.rollout.engine
-    context, replicas = settings.trainer.context_parallel, settings.trainer.replicas
-    longest = settings.prompt.max_tokens + settings.rollout.max_tokens
-    if shape.context is not None and longest > shape.context:
-        raise UserError(
-            f"prompt.max_tokens + rollout.max_tokens = {longest} is over the model's context of {shape.context}"
-        )
-    sharing_key, sharing = ranks_per_engine(settings)
-    for name, parts in (
-        ("trainer.context_parallel", context),
-        ("trainer.replicas", replicas),
-        (sharing_key, sharing),
-    ):
-        if gpus % parts:
-            raise UserError(f"{name}={parts} does not divide --gpus {gpus}")
-    if shape.heads % sharing:
-        raise UserError(f"{sharing_key}={sharing} does not divide the model's {shape.heads} heads")
-    lengths = {}
-    for name, given, most in (
-        ("prompt", arguments.prompt_tokens, settings.prompt.max_tokens),
-        ("completion", arguments.completion_tokens, settings.rollout.max_tokens),
-    ):
-        lengths[name] = most if given is None else given
-        if not 1 <= lengths[name] <= most:
-            raise UserError(f"--{name}-tokens {given}: expected 1..{most}, the configuration's limit")
     kl_in_reward = a.kl.reward_coef > 0  # its own two passes
-    if arguments.idle_groups and (a.kl.loss_coef or a.entropy_coef):
-        raise UserError("--idle-groups: with a KL or an entropy term in the loss every group has a backward pass")
-    if not 0 <= arguments.idle_groups <= 1:
-        raise UserError(f"--idle-groups {arguments.idle_groups}: expected a share in 0..1")
-    data_ranks = gpus // context
-    batch = Batch(
-        groups=settings.prompts_per_step // (data_ranks * a.num_mini_batches),
-        samples=settings.samples_per_prompt,
-        budget=settings.trainer.micro_batch_tokens,
-        apart=settings.trainer.layout == "padded",
-        **lengths,
-    )
     optimizer_steps = a.num_mini_batches * a.num_epochs
+    _, sharing = ranks_per_engine(settings)
     return Setting(
         shape=shape,
         gpus=gpus,
-        batch=batch,
+        batch=_batch(settings, arguments),
         optimizer_steps=optimizer_steps,
         epochs=a.num_epochs,
-        longest=longest,
+        longest=settings.prompt.max_tokens + settings.rollout.max_tokens,
         width=WIDTHS[settings.trainer.precision],
         checkpointing=settings.trainer.activation_checkpointing,
         scorings=(optimizer_steps > 1 or a.top_entropy_share is not None) + kl_in_reward,
@@ -139,9 +97,60 @@ def setting_of(settings: Config, shape: Shape, arguments: argparse.Namespace) ->
         block_size=engine.get("block_size", engine.get("page_size")),
         memory_share=None if arguments.gpu == "cpu" else engine.get("gpu_memory_utilization"),
         cache=engine.get("kv_cache_bytes"),
-        replicas=replicas,
-        context_parallel=context,
+        replicas=settings.trainer.replicas,
+        context_parallel=settings.trainer.context_parallel,
         tensor_parallel=sharing,
+    )
+
+
+def _check_known(settings: Config, shape: Shape, arguments: argparse.Namespace) -> None:
+    """Raises: UserError for numbers that do not go together, and for what the model of costs leaves out."""
+    left_out = {
+        "trainer.lora.rank": settings.trainer.lora.rank > 0,
+        "trainer.cpu_offload": settings.trainer.cpu_offload,
+        "rollout.engine": constant_of(str(settings.rollout.engine["_target_"]), "samples_beside_training", False),
+    }
+    for key, is_set in left_out.items():
+        if is_set:
+            raise UserError(f"{key}: rlpost-plan knows whole models on GPUs that also sample, not this; leave it out")
+    longest = settings.prompt.max_tokens + settings.rollout.max_tokens
+    if shape.context is not None and longest > shape.context:
+        raise UserError(
+            f"prompt.max_tokens + rollout.max_tokens = {longest} is over the model's context of {shape.context}"
+        )
+    sharing_key, sharing = ranks_per_engine(settings)
+    for name, parts in (
+        ("trainer.context_parallel", settings.trainer.context_parallel),
+        ("trainer.replicas", settings.trainer.replicas),
+        (sharing_key, sharing),
+    ):
+        if arguments.gpus % parts:
+            raise UserError(f"{name}={parts} does not divide --gpus {arguments.gpus}")
+    if shape.heads % sharing:
+        raise UserError(f"{sharing_key}={sharing} does not divide the model's {shape.heads} heads")
+    if arguments.idle_groups and (settings.algorithm.kl.loss_coef or settings.algorithm.entropy_coef):
+        raise UserError("--idle-groups: with a KL or an entropy term in the loss every group has a backward pass")
+    if not 0 <= arguments.idle_groups <= 1:
+        raise UserError(f"--idle-groups {arguments.idle_groups}: expected a share in 0..1")
+
+
+def _batch(settings: Config, arguments: argparse.Namespace) -> Batch:
+    """A rank's part of an optimizer step, of the lengths that are asked for."""
+    lengths = {}
+    for name, given, most in (
+        ("prompt", arguments.prompt_tokens, settings.prompt.max_tokens),
+        ("completion", arguments.completion_tokens, settings.rollout.max_tokens),
+    ):
+        lengths[name] = most if given is None else given
+        if not 1 <= lengths[name] <= most:
+            raise UserError(f"--{name}-tokens {given}: expected 1..{most}, the configuration's limit")
+    data_ranks = arguments.gpus // settings.trainer.context_parallel
+    return Batch(
+        groups=settings.prompts_per_step // (data_ranks * settings.algorithm.num_mini_batches),
+        samples=settings.samples_per_prompt,
+        budget=settings.trainer.micro_batch_tokens,
+        apart=settings.trainer.layout == "padded",
+        **lengths,
     )
 
 

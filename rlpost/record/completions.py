@@ -1,17 +1,19 @@
 """The completions table: one Parquet file a step, a row a rollout. Its columns are written and read here alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from rlpost.errors import UserError
 from rlpost.types import Completion, Example, Prompt, Rollout
 
-# Columns that hold a value a token, which a table for people leaves out.
+# Columns that a trace shows, and columns with a value a token, which a table for people leaves out.
+TRACED = ["step", "group_id", "sample_index", "advantage", "num_tokens", "finish_reason", "kept"]
 PER_TOKEN = ["prompt_token_ids", "token_ids", "rollout_logprobs", "trainer_logprobs", "sampled"]
 
 
@@ -67,18 +69,24 @@ def write_table(table: pa.Table, run_dir: Path, step: int) -> None:
     building.replace(file)
 
 
-def read_rows(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of a step, by column."""
-    return pq.read_table(path_of(run_dir, step)).to_pylist()
-
-
 def num_rows(run_dir: Path, step: int) -> int:
     """How many completions a step has, without reading them."""
     return pq.read_metadata(path_of(run_dir, step)).num_rows
 
 
-def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
-    """The rollouts of a saved step, those it trained on.
+def table_for_people(rollouts: Sequence[Rollout], step: int) -> list[dict[str, Any]]:
+    """The rows of a step without what they hold of each token."""
+    return completions_table(rollouts, step).drop_columns(PER_TOKEN).to_pylist()
+
+
+def trace_attributes(rollout: Rollout, step: int) -> dict[str, Any]:
+    """What a trace says of a rollout beside its texts and its rewards, under the table's names."""
+    (row,) = table_for_people([rollout], step)
+    return {name: row[name] for name in TRACED}
+
+
+def read_rollouts(run_dir: Path, step: int) -> list[Rollout]:
+    """The rollouts of a saved step, those that a filter left out too.
 
     Raises: UserError if the run or the step is not there.
     """
@@ -86,23 +94,46 @@ def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
         steps = saved_steps(run_dir)
         have = f"it has steps {steps[0]}..{steps[-1]}" if steps else "it has no saved completions"
         raise UserError(f"{run_dir}: no completions of step {step}; {have}")
-    rollouts = []
-    for row in read_rows(run_dir, step):
-        example = Example((), row["answer"], task=row.get("task", ""))
-        prompt = Prompt(example, tuple(row["prompt_token_ids"]), row["prompt"], group_id=row["group_id"])
-        completion = Completion(
-            tuple(row["token_ids"]),
-            tuple(row["rollout_logprobs"]),
-            row["completion"],
-            row["finish_reason"],
-            tuple(row["sampled"]) if row.get("sampled") else None,
-        )
-        rewards = {
-            name.removeprefix("reward/"): math.nan if value is None else value
-            for name, value in row.items()
-            if name.startswith("reward/")
-        }
-        rollout = Rollout(prompt, completion, row["sample_index"], rewards, row["reward"], is_trained_on=row["kept"])
-        if rollout.is_trained_on:
-            rollouts.append(rollout)
-    return rollouts
+    return [_rollout(row) for row in pq.read_table(path_of(run_dir, step)).to_pylist()]
+
+
+def load_rollouts(run_dir: Path, step: int) -> list[Rollout]:
+    """The rollouts of a saved step, those it trained on.
+
+    Raises: UserError if the run or the step is not there.
+    """
+    return [rollout for rollout in read_rollouts(run_dir, step) if rollout.is_trained_on]
+
+
+def _rollout(row: Mapping[str, Any]) -> Rollout:
+    example = Example((), row["answer"], task=row.get("task", ""))
+    prompt = Prompt(example, tuple(row["prompt_token_ids"]), row["prompt"], group_id=row["group_id"])
+    turns = (turn.partition(": ") for turn in row.get("episode") or ())
+    completion = Completion(
+        tuple(row["token_ids"]),
+        tuple(row["rollout_logprobs"]),
+        row["completion"],
+        row["finish_reason"],
+        tuple(row["sampled"]) if row.get("sampled") else None,
+        tuple({"role": role, "content": content} for role, _, content in turns),
+        row.get("environment_reward"),
+        row.get("policy_version", 0),
+    )
+    rewards = {
+        name.removeprefix("reward/"): math.nan if value is None else value
+        for name, value in row.items()
+        if name.startswith("reward/")
+    }
+    errors = (error.partition(" ") for error in (row.get("reward_errors") or "").split("; ") if error)
+    logprobs = row.get("trainer_logprobs")
+    return Rollout(
+        prompt,
+        completion,
+        row["sample_index"],
+        rewards,
+        math.nan if row["reward"] is None else row["reward"],
+        {name: reason for name, _, reason in errors},
+        row["advantage"],
+        row["kept"],
+        trainer_logprobs=torch.tensor(logprobs) if logprobs else None,
+    )

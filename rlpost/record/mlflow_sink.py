@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlpost.record.completions import trace_attributes
 from rlpost.record.mlflow_store import Status, experiment_id, open_client
+from rlpost.types import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +79,11 @@ class MlflowSink:
         name = f"completions/step-{step:06d}.json"
         self._put(name, lambda: self._client.log_table(self.run_id, columns, name))
 
-    def traces(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def traces(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Rollouts as traces of the run: prompt and completion, and each reward as an assessment."""
-        for row in rows:
-            name = f"the trace of step {step}, group {row['group_id']}, sample {row['sample_index']}"
-            self._put(name, lambda row=row: self._send_trace(row))
+        for rollout in rollouts:
+            name = f"the trace of step {step}, group {rollout.prompt.group_id}, sample {rollout.sample_index}"
+            self._put(name, lambda rollout=rollout: self._send_trace(step, rollout))
 
     def file(self, path: Path) -> None:
         self._put(path.name, lambda: self._client.log_artifact(self.run_id, str(path)))
@@ -143,26 +145,28 @@ class MlflowSink:
         self._client.log_batch(self.run_id, tags=[RunTag(k, v) for k, v in self._tags.items()])
         self._connected.set()
 
-    def _send_trace(self, row: Mapping[str, Any]) -> None:
+    def _send_trace(self, step: int, rollout: Rollout) -> None:
         import mlflow
         from mlflow.entities import AssessmentSource
 
-        shown = ("step", "group_id", "sample_index", "advantage", "num_tokens", "finish_reason", "kept")
+        completion, answer = rollout.completion, rollout.prompt.example.answer
         span = self._client.start_trace(
             "rollout",
-            inputs={"prompt": row["prompt"]},
-            attributes={name: row[name] for name in shown},
-            tags={"step": str(row["step"]), "group_id": str(row["group_id"])},
+            inputs={"prompt": rollout.prompt.text},
+            attributes=trace_attributes(rollout, step),
+            tags={"step": str(step), "group_id": str(rollout.prompt.group_id)},
             experiment_id=self._experiment_id,
             run_id=self.run_id,
         )
-        outputs = {"completion": row["completion"], **({"episode": row["episode"]} if row["episode"] else {})}
+        outputs: dict[str, Any] = {"completion": completion.text}
+        if completion.messages:
+            outputs["episode"] = [f"{message['role']}: {message['content']}" for message in completion.messages]
         self._client.end_trace(span.trace_id, outputs=outputs)
-        if row["answer"] is not None:
-            mlflow.log_expectation(trace_id=span.trace_id, name="answer", value=row["answer"])
-        rewards = {name: value for name, value in row.items() if name == "reward" or name.startswith("reward/")}
+        if answer is not None:
+            mlflow.log_expectation(trace_id=span.trace_id, name="answer", value=answer)
+        rewards = {"reward": rollout.reward, **{f"reward/{name}": value for name, value in rollout.rewards.items()}}
         for name, value in rewards.items():
-            if value is not None and math.isfinite(value):
+            if math.isfinite(value):
                 source = AssessmentSource("CODE", name.replace("/", "."))
                 mlflow.log_feedback(trace_id=span.trace_id, name=name, value=value, source=source)
 

@@ -6,14 +6,15 @@ its log-probability or by its importance ratio; filters by step, reward, correct
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from rlpost.record.completions import num_rows, read_rows, saved_steps
+from rlpost.record.completions import num_rows, read_rollouts, saved_steps
+from rlpost.types import Rollout
 
 MOST_COMPLETIONS = 2000  # on a page, unless steps are named
 
@@ -27,45 +28,43 @@ def spread_steps(run_dir: Path, saved: Sequence[int]) -> list[int]:
     return sorted({saved[round(i * (len(saved) - 1) / (count - 1))] for i in range(count)})
 
 
-def read_groups(run_dir: Path, steps: Sequence[int], to_text: Callable[[int], str] | None) -> list[dict[str, Any]]:
+def read_groups(
+    run_dir: Path, steps: Sequence[int], correct: Callable[[Rollout], bool], to_text: Callable[[int], str] | None
+) -> list[dict[str, Any]]:
     """What the page shows: a prompt and its samples an entry.
 
     Args: to_text: a token's text; None leaves a completion in one piece, without colours.
     """
     groups: dict[tuple[int, int], dict[str, Any]] = {}
     for step in steps:
-        for row in read_rows(run_dir, step):
-            key = (step, row["group_id"])
-            about = {name: row[name] for name in ("step", "prompt", "answer")}
-            about |= {"id": row["group_id"], "task": row.get("task", ""), "samples": []}
-            group = groups.setdefault(key, about)
-            group["samples"].append(_sample(row, to_text))
+        for rollout in read_rollouts(run_dir, step):
+            prompt = rollout.prompt
+            about = {"step": step, "prompt": prompt.text, "answer": prompt.example.answer, "id": prompt.group_id}
+            group = groups.setdefault((step, prompt.group_id), {**about, "task": prompt.example.task, "samples": []})
+            group["samples"].append(_sample(rollout, to_text) | {"correct": correct(rollout)})
     return list(groups.values())
 
 
-def _sample(row: dict[str, Any], to_text: Callable[[int], str] | None) -> dict[str, Any]:
+def _sample(rollout: Rollout, to_text: Callable[[int], str] | None) -> dict[str, Any]:
+    completion = rollout.completion
     sample = {
-        "i": row["sample_index"],
-        "rewards": {n.removeprefix("reward/"): _number(v) for n, v in row.items() if n.startswith("reward/")},
-        "errors": row.get("reward_errors") or "",
-        "reward": _number(row["reward"]),
-        "advantage": _number(row["advantage"]),
-        "kept": row["kept"],
-        "finish": row["finish_reason"],
-        "length": row["num_tokens"],
-        "sampled": row.get("sampled"),  # of an episode: false for a reply's tokens
+        "i": rollout.sample_index,
+        "rewards": {name: _number(value) for name, value in rollout.rewards.items()},
+        "errors": "; ".join(f"{name} {reason}" for name, reason in rollout.reward_errors.items()),
+        "reward": _number(rollout.reward),
+        "advantage": _number(rollout.advantage),
+        "kept": rollout.is_trained_on,
+        "finish": completion.finish_reason,
+        "length": len(completion.token_ids),
+        "sampled": completion.sampled_mask,  # of an episode: false for a reply's tokens
     }
     if to_text is None:
-        return sample | {"tokens": [row["completion"]], "logprobs": [], "ratios": []}
-    trained = row.get("trainer_logprobs") or []
-    ratios = (
-        [math.exp(ours - theirs) for ours, theirs in zip(trained, row["rollout_logprobs"], strict=True)]
-        if trained
-        else []
-    )
+        return sample | {"tokens": [completion.text], "logprobs": [], "ratios": []}
+    theirs, ours = completion.rollout_logprobs, rollout.trainer_logprobs
+    ratios = [] if ours is None else [math.exp(a - b) for a, b in zip(ours.tolist(), theirs, strict=True)]
     return sample | {
-        "tokens": [to_text(token) for token in row["token_ids"]],
-        "logprobs": [round(value, 4) for value in row["rollout_logprobs"]],
+        "tokens": [to_text(token) for token in completion.token_ids],
+        "logprobs": [round(value, 4) for value in theirs],
         "ratios": [round(value, 4) for value in ratios],
     }
 
@@ -78,26 +77,17 @@ def page(
     run_dir: Path,
     steps: Sequence[int],
     name: str,
-    correct: str,
-    correct_by_task: Mapping[str, str],
-    threshold: float,
+    correct: Callable[[Rollout], bool],
     to_text: Callable[[int], str] | None,
 ) -> str:
     """The whole HTML page.
 
     Args:
-        name: the run's.
-        correct, correct_by_task, threshold: a completion counts as correct if this reward function, or that of its task,
-            gives it at least so much.
+        name: the run's name.
+        correct: whether a completion counts as correct.
         to_text: a token's text; None shows completions in one piece, without colours.
     """
-    groups = read_groups(run_dir, steps, to_text)
-    for group in groups:
-        function = correct_by_task.get(group["task"], correct)
-        for sample in group["samples"]:
-            reward = sample["rewards"].get(function)
-            sample["correct"] = reward is not None and reward >= threshold
-    data = {"groups": groups}
+    data = {"groups": read_groups(run_dir, steps, correct, to_text)}
     embedded = json.dumps(data, ensure_ascii=False).replace("</", "<\\/").replace("<!--", "<\\!--")
     template = jinja2.Environment(autoescape=True).from_string(
         (files("rlpost.record") / "page.html.j2").read_text(encoding="utf-8")

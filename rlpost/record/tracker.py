@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from rlpost.config.schema import TrackingConfig
 from rlpost.record import completions
 from rlpost.record.metrics_file import MetricsFile
@@ -53,15 +51,14 @@ class Tracker:
         if self._sink:
             self._sink.metrics(step, written)
         if rollouts:
-            self._log_completions(step, completions.completions_table(rollouts, step))
+            self._log_completions(step, rollouts)
 
-    def _log_completions(self, step: int, table: pa.Table) -> None:
-        completions.write_table(table, self._run_dir, step)
+    def _log_completions(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        completions.write_table(completions.completions_table(rollouts, step), self._run_dir, step)
         if self._sink and self._completions_every and (step == 1 or step % self._completions_every == 0):
-            rows = table.to_pylist()
             if self._traces:
-                self._sink.traces(step, rows[:: max(1, len(rows) // self._traces)][: self._traces])
-            self._sink.table(step, table.drop_columns(completions.PER_TOKEN).to_pylist())
+                self._sink.traces(step, rollouts[:: max(1, len(rollouts) // self._traces)][: self._traces])
+            self._sink.table(step, completions.table_for_people(rollouts, step))
 
     def summary(self) -> list[dict[str, Any]]:
         return list(self._metrics.rows())

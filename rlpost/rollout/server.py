@@ -105,31 +105,11 @@ class VLLMServers:
         if urls:
             servers = [Server(url.rstrip("/")) for url in urls[rank::world_size]]
         else:
-            arguments = {
-                "--model": str(directory),
-                "--dtype": dtype,
-                "--max-model-len": max_model_len,
-                "--max-num-seqs": max_num_seqs,
-                "--block-size": block_size,
-                "--seed": 0,
-                "--generation-config": "vllm",  # the model's own sampling defaults stay out
-                "--logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
-                "--distributed-executor-backend": "uni",
-                "--worker-extension-cls": _EXTENSION,
-                **(
-                    {"--gpu-memory-utilization": gpu_memory_utilization}
-                    if torch.cuda.is_available()
-                    else {"--kv-cache-memory-bytes": kv_cache_bytes}
-                ),
-            }
-            flags = [
-                "--enable-scale-out",
-                "--enable-prefix-caching",
-                "--disable-log-stats",
-                "--disable-uvicorn-access-log",
-            ]
-            flags += ["--enforce-eager"] * enforce_eager + ["--trust-remote-code"] * trust_remote_code
-            command = [*flags, *(str(part) for pair in arguments.items() for part in pair)]
+            memory = ("--gpu-memory-utilization", gpu_memory_utilization)
+            if not torch.cuda.is_available():
+                memory = ("--kv-cache-memory-bytes", kv_cache_bytes)
+            flags = ["--enforce-eager"] * enforce_eager + ["--trust-remote-code"] * trust_remote_code
+            command = _command(directory, dtype, max_model_len, max_num_seqs, block_size, [*flags, *memory])
             logs = [Path(log_dir) / f"rank-{rank}-server-{number}.log" for number in range(num_servers or 1)]
             servers = [Server("", ServerProcess(command, file, threads, enforce_eager)) for file in logs]
         self._pool = ServerPool(servers, max_num_seqs, retries, health_s=health_s)
@@ -326,3 +306,23 @@ def _address_towards(url: str) -> str:
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port or 80), timeout=LINK_S) as connection:
         return connection.getsockname()[0]
+
+
+def _command(
+    directory: Path, dtype: str, max_model_len: int, max_num_seqs: int, block_size: int, further: Sequence[object]
+) -> list[str]:
+    """The arguments of a server that is started here."""
+    arguments = {
+        "--model": directory,
+        "--dtype": dtype,
+        "--max-model-len": max_model_len,
+        "--max-num-seqs": max_num_seqs,
+        "--block-size": block_size,
+        "--seed": 0,
+        "--generation-config": "vllm",  # the model's own sampling defaults stay out
+        "--logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
+        "--distributed-executor-backend": "uni",
+        "--worker-extension-cls": _EXTENSION,
+    }
+    flags = ["--enable-scale-out", "--enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    return [*flags, *(str(part) for pair in arguments.items() for part in pair), *map(str, further)]
