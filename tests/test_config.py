@@ -149,7 +149,10 @@ def test_a_reward_group_that_is_one_target() -> None:
         ("scoring.timeout=0", "scoring.timeout=0.0: expected a number over 0"),
         ("scoring.processes=0", "scoring.processes=0: expected a whole number, at least 1"),
         ("steps=0", "steps=0: expected a whole number, at least 1"),
-        ("samples_per_prompt=1", "samples_per_prompt=1 gives every completion the advantage 0"),
+        *(
+            (f"samples_per_prompt=1 algorithm={name}", "samples_per_prompt=1 gives every completion the advantage 0")
+            for name in ("grpo", "rloo", "reinforce_pp", "bnpo")
+        ),
         ("prompts_per_step=6 algorithm.num_mini_batches=4", "prompts_per_step=6 does not divide"),
         ("prompts_per_step=3 cluster=cpu2", "use a multiple of 2"),
         ("rollout.staleness=1", "nobody to sample beside the update: VLLMEngine works in the trainer's process"),
@@ -248,6 +251,10 @@ def test_the_task_is_checked_before_anything_heavy(tmp_path: Path) -> None:
 def test_a_target_that_refuses_its_settings_is_a_users_error() -> None:
     with pytest.raises(UserError, match=r"ConstantDivisor: divisor must be over zero"):
         build({"_target_": "rlpost.objective.reducers.ConstantDivisor", "divisor": -1})
+
+
+def test_one_sample_is_enough_for_an_advantage_that_needs_no_group() -> None:
+    assert validate(plain("samples_per_prompt=1", "algorithm=reinforce")).samples_per_prompt == 1
 
 
 def test_paths_become_absolute() -> None:

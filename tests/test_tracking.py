@@ -17,11 +17,13 @@ from pathlib import Path
 import mlflow
 import pyarrow.parquet as pq
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from rlpost.cluster.ranks import LOST_PEERS, conclude
 from rlpost.commands.run import _settle
 from rlpost.config.schema import TrackingConfig
+from rlpost.record.completions import load_rollouts, read_rollouts
 from rlpost.record.metrics_file import MetricsFile
 from rlpost.record.mlflow_sink import MlflowSink
 from rlpost.record.rundir import RunDir
@@ -54,6 +56,28 @@ def test_metrics_are_lines_and_what_is_not_finite_is_null(tmp_path: Path, caplog
         {"step": 2, "reward/mean": 0.25, "x": None},
     ]
     assert caplog.text.count("x is nan at step 1") == 1
+
+
+def test_rollouts_come_back_from_the_completions_as_they_were_written(tmp_path: Path) -> None:
+    plain, episode = (
+        make_rollout(text=t, answer="7", reward=1.0, sampled_mask=m) for t, m in (("7", None), ("a", [1]))
+    )
+    plain.rewards, plain.trainer_logprobs = {"number": 1.0, "judge": math.nan}, torch.tensor([-0.25])
+    episode.rewards = {"number": math.nan, "judge": 0.5}
+    episode.reward_errors, episode.advantage, episode.is_trained_on = {"number": "raised: no; number"}, -0.5, False
+    turns = ({"role": "assistant", "content": "a: b"}, {"role": "user", "content": ""})
+    episode.completion = replace(episode.completion, messages=turns, environment_reward=0.25, policy_version=2)
+    Tracker(tmp_path, None, TrackingConfig()).log(3, {}, [plain, episode])
+    first, second = read_rollouts(tmp_path, 3)
+    assert [r.rewards.keys() for r in (first, second)] == [{"judge", "number"}] * 2
+    assert first.rewards["number"] == second.rewards["judge"] * 2 == 1.0
+    assert math.isnan(first.rewards["judge"])
+    assert math.isnan(second.rewards["number"])
+    assert torch.equal(first.trainer_logprobs, torch.tensor([-0.25]))
+    assert second.trainer_logprobs is None
+    assert (second.reward_errors, second.advantage, second.is_trained_on) == (episode.reward_errors, -0.5, False)
+    assert (first.completion, second.completion) == (plain.completion, episode.completion)
+    assert [r.completion for r in load_rollouts(tmp_path, 3)] == [plain.completion]
 
 
 def test_completions_are_parquet(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ class BetaNormalized:
         alpha, beta: fixed parameters instead of fitted ones; both or neither.
     """
 
+    is_group_relative: ClassVar[bool] = True
+
     low: float = 0.0
     high: float = 1.0
     window: Annotated[int, AtLeast(1)] = 8

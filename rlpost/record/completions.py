@@ -1,5 +1,6 @@
 """The completions table: one Parquet file a step, a row a rollout. Its columns are written and read here alone."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
             "answer": r.prompt.example.answer,
             "reward": r.reward,
             **{f"reward/{name}": r.rewards.get(name) for name in functions},
-            "reward_errors": "; ".join(f"{name} {reason}" for name, reason in r.reward_errors.items()),
+            "reward_errors": json.dumps(r.reward_errors, ensure_ascii=False) if r.reward_errors else "",
             "advantage": r.advantage,
             "kept": r.is_trained_on,
             "finish_reason": r.completion.finish_reason,
@@ -124,7 +125,6 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         for name, value in row.items()
         if name.startswith("reward/")
     }
-    errors = (error.partition(" ") for error in (row.get("reward_errors") or "").split("; ") if error)
     logprobs = row.get("trainer_logprobs")
     return Rollout(
         prompt,
@@ -132,7 +132,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         row["sample_index"],
         rewards,
         math.nan if row["reward"] is None else row["reward"],
-        {name: reason for name, _, reason in errors},
+        json.loads(row.get("reward_errors") or "{}"),
         row["advantage"],
         row["kept"],
         trainer_logprobs=torch.tensor(logprobs) if logprobs else None,
