@@ -99,7 +99,7 @@ def synthetic(num_groups: int, num_samples: int, prompt: int, completion: int, v
 
 
 def cpu() -> str:
-    """Its name, and what it multiplies with."""
+    """The processor's name, and the library it multiplies with."""
     import torch
 
     known = torch.cpu.get_capabilities()

@@ -76,7 +76,7 @@ def measure() -> dict[str, Any]:
 
 
 def measure_memory() -> dict[str, Any]:
-    """Of the default model, as the tokens of a step grow and those of a micro-batch do not."""
+    """Seconds and memory of the default model, as the tokens of a step grow and those of a micro-batch do not."""
     return _curve("packed tokens a step", STEP_TOKENS)
 
 

@@ -114,7 +114,7 @@ def counts() -> dict[str, tuple[float, float]]:
 def seconds(floor: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Phases of the run of (b) in float32: predicted from the rates measured beside it, and measured.
 
-    Args: floor: that benchmark's results.
+    Args: floor: the results of that benchmark.
     """
     entry = floor["float32"]
     measured, rates = entry["run"], entry["floor"]

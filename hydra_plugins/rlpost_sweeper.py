@@ -143,7 +143,12 @@ class ArmsSweeper(Sweeper):
         return replace(plan, jobs=tuple(replace(job, config_hash=self._validate(job)) for job in plan.jobs))
 
     def _validate(self, job: Job) -> str:
-        """Its workers' imports begin as well. Returns: the hash of its configuration. Raises: UserError that names the arm."""
+        """Validate a job's configuration, and begin its workers' imports.
+
+        Returns: its hash.
+
+        Raises: UserError that names the arm.
+        """
         try:
             own = self._compose(job)
             settings = validate(own)

@@ -1,4 +1,4 @@
-"""What a user can cause, told apart from what is a defect of the program."""
+"""Errors that a user can cause, told apart from defects of the program."""
 
 import difflib
 import sys

@@ -51,7 +51,7 @@ class Evaluator:
         sampling: Sampling,
         evaluation: EvaluationConfig,
     ) -> None:
-        """Args: sampling: that of the run; the evaluation's temperature takes the place of its own."""
+        """Args: sampling: the run's; the evaluation's temperature takes the place of its own."""
         self._prompts = [replace(prompt, group_id=index) for index, prompt in enumerate(prompts)]
         self._sampler = sampler
         self._correct = correct

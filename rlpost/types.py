@@ -1,4 +1,4 @@
-"""What flows through a step, in order: Example, Prompt, Completion, Rollout, PackedBatch, StepTotals.
+"""The data of a step, in the order in which it flows: Example, Prompt, Completion, Rollout, PackedBatch, StepTotals.
 
 Read this file first. Nothing here imports torch at run time, so the front door can use it.
 Shapes: B sequences, T completion tokens in a micro-batch, R rows of W positions.
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled for a prompt: token in, token out, never tokenised again."""
+    """An engine's sample for a prompt: token in, token out, never tokenised again."""
 
     token_ids: tuple[int, ...]  # at least one; the end token included when one was sampled
     rollout_logprobs: tuple[float, ...]  # of each token, under the distribution it was sampled from
@@ -82,9 +82,9 @@ class Rollout:
 
     @property
     def answer_text(self) -> str:
-        """The whole answer as a reader sees it: the completion prefix and what was sampled after it.
+        """The whole answer as a reader sees it: the completion prefix and the sampled text after it.
 
-        Of several turns the last one, which only a first one has the prefix before it.
+        Where there are several turns it is the last one, which has no prefix before it.
         """
         later = sum(message["role"] == "assistant" for message in self.completion.messages) > 1
         return self.completion.text if later else self.prompt.completion_prefix + self.completion.text
@@ -110,7 +110,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class TokenView:
-    """What a reducer may know of a micro-batch's completion tokens."""
+    """A reducer's view of a micro-batch's completion tokens."""
 
     sequence_index: Tensor  # [T] int64, in 0 .. B-1
     token_index: Tensor  # [T] int64, the token's place in its whole completion

@@ -1,4 +1,4 @@
-"""What a launcher starts: a run directory becomes objects, and the loop runs.
+"""The program that a launcher starts: a run directory becomes objects, and the loop runs.
 
 Exit codes: 0 finished; 1 failed while running; 2 the configuration or the input is wrong; 130 interrupted.
 """

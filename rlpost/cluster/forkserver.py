@@ -44,11 +44,11 @@ class Request:
     """A module that is to run in a process of its own.
 
     Attributes:
-        module: as behind `python -m`.
+        module: the module to run, as behind `python -m`.
         arguments: the numbers of the passed descriptors are appended to them.
         directory: the child's working directory.
         environment: all of the child's variables; what the imports set themselves is added.
-        cores: that the child may run on.
+        cores: the cores that the child may run on.
         death_signal: sent to the child when whoever asked for it is gone.
         descriptors: standard input, output and error, then those that are passed.
     """
@@ -222,7 +222,7 @@ def run_as_main(module: str, arguments: Sequence[str]) -> int:
 def search_path(server_path: Sequence[str], directory: str, pythonpath: str) -> list[str]:
     """A new interpreter's search path in the directory: it, PYTHONPATH's entries, and the installation.
 
-    Args: server_path: of a server that has neither of its own (it is started with -P, and its PYTHONPATH is the children's).
+    Args: server_path: the path of a server that has neither of its own (it is started with -P, and its PYTHONPATH is the children's).
     """
     own = [directory, *(os.path.abspath(entry) for entry in pythonpath.split(os.pathsep) if entry)]
     return [*own, *(entry for entry in server_path if entry not in own)]

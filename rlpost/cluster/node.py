@@ -22,7 +22,7 @@ def environment(num_processes: int, threads: int | None) -> dict[str, str]:
     """Variables that must be set before a worker's libraries load; its results depend on the number of threads.
 
     Args:
-        num_processes: of this node, which share its cores where `threads` is None.
+        num_processes: the processes of this node, which share its cores where `threads` is None.
         threads: CPU threads of each. None: its share of the cores.
     """
     count = str(threads or max(1, available_cores() // num_processes))

@@ -29,7 +29,7 @@ class Ray:
     Attributes:
         num_processes: ranks.
         cpus_per_process, gpus_per_process: resources of each; its cores are its threads.
-        address: of a running cluster, as ray.init takes it ("auto": this machine's); None: one of this machine alone.
+        address: the address of a running cluster, as ray.init takes it ("auto": this machine's); None: one of this machine alone.
         strategy: where the ranks go: PACK on few nodes, SPREAD over many, or the STRICT_ form of either.
         placement_timeout_s: how long the resources may take to become free.
     """

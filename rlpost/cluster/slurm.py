@@ -33,14 +33,14 @@ class Slurm:
     """Submit the run as a job and wait for it; interrupting the wait cancels the job.
 
     Attributes:
-        nodes: of the job.
+        nodes: the job's nodes.
         processes_per_node: ranks on each; one a GPU where there are any.
         gpus_per_node: asked of Slurm.
         cpus_per_process: cores of each rank, which are its threads.
         minutes: the job's time limit; it goes on in the next one.
         requeues: how often it may run into the limit.
         notice_s: seconds before the limit at which it stops with a checkpoint: more than a step takes.
-        partition, account, qos: as sbatch has them; None: the cluster's defaults.
+        partition, account, qos: sbatch's options of these names; None: the cluster's defaults.
         sbatch: further options of sbatch, by their long names: {mem: 64G}.
         max_restarts: how often all ranks are started again within the job after one has failed.
     """
@@ -102,7 +102,7 @@ class Slurm:
 
 
 class Node:
-    """What submitit runs on each node of the job."""
+    """The function that submitit runs on each node of the job."""
 
     def __init__(self, run_dir: Path, num_processes: int, threads: int, max_restarts: int) -> None:
         self._run_dir, self._num_processes, self._threads = run_dir, num_processes, threads

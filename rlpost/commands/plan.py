@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def planned(command: Sequence[str] | None = None) -> tuple[argparse.Namespace, Setting, Machine]:
-    """Of a command line.
+    """The setting and the machine that a command line describes.
 
     Raises: UserError.
     """

@@ -93,7 +93,7 @@ def correct_function(settings: Config) -> str:
 
 
 def correct_function_by_task(settings: Config) -> dict[str, str]:
-    """For tasks of a mixture that `correct_function` does not apply to, the first function that does."""
+    """The first function that applies, for each task of a mixture that `correct_function` does not apply to."""
     nodes, default = reward_nodes(settings), correct_function(settings)
     found = {}
     for task in settings.task.get("tasks") or ():

@@ -66,7 +66,7 @@ def _wrong_type(cause: OmegaConfBaseException, overrides: Sequence[str]) -> str:
 
 
 def _full_key(error: OmegaConfBaseException) -> str | None:
-    """Where the error is. OmegaConf fills this in while it formats the message."""
+    """The key at which the error is. OmegaConf fills it in while it formats the message."""
     if error.full_key:
         return error.full_key
     for line in str(error).splitlines():

@@ -113,7 +113,7 @@ def _nodes(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
 
 
 def _given(node: DictConfig) -> str:
-    """What a choice sets beside its target, as far as it is its own."""
+    """The settings that a choice gives beside its target."""
     plain = OmegaConf.to_container(node)
     assert isinstance(plain, dict)
     given = ", ".join(f"{name}={value}" for name, value in plain.items() if name != "_target_" and value != MISSING)
@@ -121,7 +121,7 @@ def _given(node: DictConfig) -> str:
 
 
 def _meanings(definition: Definition) -> dict[str, str]:
-    """What a docstring says of each parameter, under Attributes or Args; of a base where its own does not."""
+    """The meaning of each parameter by the docstring's Attributes or Args, its own or a base's."""
     found: dict[str, str] = {}
     for base in definition.bases():
         found |= _meanings(base) if base else {}

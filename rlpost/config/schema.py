@@ -67,7 +67,7 @@ class KLConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """What a step's rollouts are turned into."""
+    """How a step's rollouts become an update."""
 
     advantage: Node = setting({}, "The advantage of every rollout.")
     loss: Node = setting({}, "The loss of a token.")
@@ -203,7 +203,7 @@ class TrainerConfig:
 
 @dataclass
 class TrackingConfig:
-    """What is recorded beside the run directory's own files."""
+    """The records beside the run directory's own files."""
 
     uri: str | None = setting(None, "An MLflow tracking URI; null: the run directory only.")
     artifacts: str | None = setting(None, "The directory in which an embedded store keeps artifacts.")
@@ -283,7 +283,7 @@ class SweepConfig:
 
 @dataclass
 class PluginsConfig:
-    """What a configuration may import."""
+    """The code that a configuration may import."""
 
     allow: list[str] = setting([], "Packages outside rlpost whose targets may be imported.")
 

@@ -1,4 +1,4 @@
-"""What a module defines, read from its source without importing it.
+"""Definitions of a module, read from its source without importing it.
 
 Importing most targets means importing torch; a wrong keyword must be answered in about a second. So signatures, defaults
 and class-level constants come from the syntax tree: of functions, classes with __init__, dataclasses, and what they

@@ -1,4 +1,4 @@
-"""What a `_target_` node may hold: the target's own settings, of its types and within its ranges."""
+"""The check of a `_target_` node: it may hold the target's own settings, of their types and within their ranges."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ def definition_of(target: str, key: str) -> Definition | None:
 
 
 def constant_of(target: str, name: str, default: Any) -> Any:
-    """What a target says of itself in a class-level constant, such as `samples_beside_training`."""
+    """The value of a target's class-level constant, such as `samples_beside_training`."""
     definition = definition_of(target, "")
     return default if definition is None else definition.constant(name, default)
 
@@ -71,7 +71,7 @@ def defaults_of(node: Mapping[str, Any], key: str, injected: frozenset[str] = fr
 
 
 def mismatch(value: Any, annotation: ast.expr) -> str | None:
-    """What an annotation of simple types expects, if the value is none of it; None if it fits or cannot be told."""
+    """The end of the message about a value that an annotation of simple types does not allow; None if it fits or cannot be told."""
     ranges: list[Range] = []
     for option in _union_members(annotation):
         option, range_ = _without_range(option)

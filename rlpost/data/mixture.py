@@ -47,5 +47,5 @@ class Mixture:
 
 
 def named(example: Example, task: str) -> Example:
-    """The example, said to be of the task unless it says of which it is."""
+    """The example with a task's name, unless it has one."""
     return example if example.task else replace(example, task=task)

@@ -82,7 +82,7 @@ class _Pool:
 
 
 def rising(examples: Sequence[Example], column: str) -> list[int]:
-    """Where each example's value stands among all values.
+    """The rank of each example's value among all values.
 
     Raises: UserError if an example has none, or they cannot be ordered.
     """

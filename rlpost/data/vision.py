@@ -16,7 +16,7 @@ from rlpost.types import IMAGE, Prompt
 
 
 class Vision:
-    """Args: processor: of a model in Hugging Face format, with a tokenizer and a chat template."""
+    """Args: processor: the processor of a model in Hugging Face format, with a tokenizer and a chat template."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -27,7 +27,7 @@ class Vision:
         self.chat_template = processor.chat_template
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-        """As a tokenizer's: contents are texts, in which IMAGE stands for an image."""
+        """Render messages as a tokenizer does; contents are texts, in which IMAGE stands for an image."""
         split = [{**message, "content": _parts(message["content"])} for message in messages]
         return self._processor.apply_chat_template(split, **how)
 
@@ -57,12 +57,12 @@ class Vision:
         return text
 
     def model_inputs(self, prompts: Sequence[Prompt], starts: Sequence[int], width: int) -> dict[str, Tensor]:
-        """What the model takes beside its input ids: pixels and what belongs to them.
+        """The model's inputs beside its ids: pixels and what belongs to them.
 
         Args:
             prompts: one a row, those without an image too.
             starts: where each begins in its row.
-            width: of the rows.
+            width: the rows' width.
 
         Returns: by the name of the model's argument, for the rows' images in order; what there is for each position [R, W] is
             0 outside the prompts. Empty without images.

@@ -1,4 +1,4 @@
-"""What ranks compute together. Every call works with one rank too, so there is one path."""
+"""Computations of all ranks together. Every call works with one rank too, so there is one path."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the ranks of a context group exchange within a forward and a backward pass."""
+"""Exchanges between the ranks of a context group within a forward and a backward pass."""
 
 from collections.abc import Sequence
 from typing import Any

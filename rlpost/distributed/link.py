@@ -16,8 +16,8 @@ class Link:
     """One sender of tensors, place 0, and receivers that are no ranks of the run: over NCCL where there are GPUs, else gloo.
 
     Args:
-        address, port: of the sender's store (`Link.store`).
-        timeout_s: of joining, and of every tensor.
+        address, port: the address of the sender's store (`Link.store`).
+        timeout_s: seconds that joining may take, and every tensor.
 
     Raises: RuntimeError from every method once one of them is gone.
     """
@@ -34,7 +34,7 @@ class Link:
 
     @staticmethod
     def store(timeout_s: float) -> Any:
-        """Where the others of a link find each other, on a `port` of this machine."""
+        """The store at which the others of a link find each other, on a `port` of this machine."""
         return dist.TCPStore(
             "localhost", 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
@@ -46,7 +46,7 @@ class Link:
         self._broadcast(_header("", torch.empty(0)))
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """What the next `send` sends, on the host."""
+        """The host's copies of the tensors that the next `send` sends."""
         while True:
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
             name, dtype, shape = json.loads(bytes(self._broadcast(header).cpu().tolist()))

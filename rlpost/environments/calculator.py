@@ -28,7 +28,7 @@ class Calculator:
     """Evaluates the first call of a turn; a turn without one is the answer, and ends the episode.
 
     Attributes:
-        role: of the message with the result; models without a tool role in their chat template take "user".
+        role: the role of the message with the result; models without a tool role in their chat template take "user".
         call_reward: given once, for the first call that could be evaluated.
         stop: texts that end a turn, so that the result can be given.
     """

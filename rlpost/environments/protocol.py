@@ -1,4 +1,4 @@
-"""What an environment is: an episode a sample, a reply a turn."""
+"""The protocol of environments: an episode for each sample, a reply for each turn."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rlpost.types import Example
 
 @dataclass(frozen=True)
 class Reply:
-    """What comes back for a turn of the model.
+    """The environment's answer to a turn of the model.
 
     Attributes:
         messages: chat messages the model sees before its next turn; not trained on.

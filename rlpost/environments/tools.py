@@ -26,7 +26,7 @@ class Tools:
     Args:
         functions: with type hints, and a docstring that describes each argument (Google's style): the chat template shows both
             to the model. They return anything that has a text.
-        role: of the messages with results.
+        role: the role of the messages with results.
         timeout: seconds a call may take.
 
     Raises: UserError for a function without hints or descriptions, or two of one name.

@@ -1,4 +1,4 @@
-"""Where weights come from. Each source gives a local directory in Hugging Face format: config, weights, tokenizer.
+"""Sources of weights. Each gives a local directory in Hugging Face format: config, weights, tokenizer.
 
 Everything downstream (engines, trainer, tokenizer) reads that directory and knows no other source.
 """
@@ -38,7 +38,7 @@ def context_of(directory: Path) -> int | None:
 
 
 def attention_heads(directory: Path) -> int | None:
-    """Of each layer of the model in a directory; None where its configuration has another name for them."""
+    """The attention heads of each layer of the model in a directory; None where its configuration has another name for them."""
     config = read_config(directory)
     return config.get("text_config", config).get("num_attention_heads")
 
@@ -118,7 +118,7 @@ class GGUFPackage:
     Attributes:
         package: the distribution's name, as pip knows it.
         file: the file's name in the package's directory.
-        sha256: of that file; another content is refused.
+        sha256: the file's digest; another content is refused.
         context: the model's longest sequence, in tokens.
     """
 

@@ -168,5 +168,5 @@ def _for(tokenizer: Any) -> dict[str, Any]:
 
 
 def _key(source: Any) -> str:
-    """Of the settings and the template: another one is another directory."""
+    """A digest of the settings and the template: other ones get another directory."""
     return hashlib.sha256(json.dumps([asdict(source), CHATML], sort_keys=True).encode()).hexdigest()[:12]

@@ -13,7 +13,7 @@ from rlpost.types import TokenView
 
 
 class TokenLoss(NamedTuple):
-    """What a loss gives for each of T tokens."""
+    """A loss's values for each of T tokens."""
 
     loss: Tensor  # [T], differentiable
     ratio: Tensor  # [T], pi / pi_old as the loss uses it, detached
@@ -38,7 +38,7 @@ class ClippedLoss:
 
     Attributes:
         eps_low, eps_high: the bounds on the ratio, 1 - eps_low and 1 + eps_high.
-        dual_clip: for A < 0 the loss is at most dual_clip * |A| (arXiv:1912.09729, eq. 5); over 1, None is off.
+        dual_clip: where A < 0 the loss is at most dual_clip * |A| (arXiv:1912.09729, eq. 5); over 1, None is off.
         ratio_cap: the unclipped term takes ratios up to this (INTELLECT-2, arXiv:2505.07291: two-sided clipping);
             over 1 + eps_high, None is off.
     """

@@ -1,4 +1,4 @@
-"""What a model and a step of it take, counted: parameters, FLOPs and bytes. docs/scaling.md has the formulas.
+"""The costs of a model and of a step of it, counted: parameters, FLOPs and bytes. docs/scaling.md has the formulas.
 
 Plain arithmetic, which `rlpost-plan` and the benchmarks share. Imports no torch.
 """
@@ -66,7 +66,7 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str) -> "Shape":
-        """Of a config.json.
+        """The shape that a config.json states.
 
         Raises: UserError for another architecture than ARCHITECTURES, or a missing key.
         """
@@ -119,7 +119,7 @@ class Shape:
 
     @property
     def root_parameters(self) -> int:
-        """Those outside the blocks: embeddings, the head where it is not tied, and the last norm."""
+        """Parameters outside the blocks: embeddings, the head where it is not tied, and the last norm."""
         return self.head_weights * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -145,11 +145,11 @@ class Shape:
         return 4 * self.layers * self.heads * self.head_width * pairs
 
     def kv_bytes(self, width: int) -> int:
-        """Of a token's keys and values in all layers, `width` bytes an entry."""
+        """Bytes of a token's keys and values in all layers, `width` an entry."""
         return 2 * self.layers * self.kv_heads * self.head_width * width
 
     def saved_bytes(self, width: int) -> int:
-        """What autograd keeps of a block for one position, `width` bytes an entry of the compute dtype.
+        """Bytes that autograd keeps of a block for one position, `width` an entry of the compute dtype.
 
         Two norms; queries, keys, values, attention's output, and a float32 for each head; the gated layer's gate, its
         activation, up, and their product.
@@ -158,7 +158,7 @@ class Shape:
         return 2 * self.norm_bytes(width) + attention + 4 * width * self.inner
 
     def norm_bytes(self, width: int) -> int:
-        """The same of a norm: its input in float32, the input normalised, and its output."""
+        """Bytes that autograd keeps of a norm: its input in float32, the input normalised, and its output."""
         return (4 + 2 * width) * self.hidden
 
 

@@ -1,4 +1,4 @@
-"""What a configuration takes of so many GPUs: memory, traffic and seconds, from the counts in costs.py.
+"""The costs of a configuration on so many GPUs: memory, traffic and seconds, from the counts in costs.py.
 
 docs/scaling.md has every formula and says which terms are exact, which are bounds and which are estimates. Imports no torch.
 """
@@ -79,7 +79,7 @@ class Phase:
 
 
 def trainer_memory(s: Setting) -> list[Item]:
-    """What a rank holds while it updates; not all of it at once."""
+    """The memory of a rank while it updates; not all of it is held at once."""
     return [item for moment in _trainer_moments(s) for item in moment]
 
 
@@ -128,7 +128,7 @@ def total(items: Sequence[Item]) -> float:
 
 
 def engine_memory(s: Setting, machine: Machine) -> list[Item]:
-    """What the engine beside the trainer holds, or wants to hold, of a GPU."""
+    """The memory that the engine beside the trainer holds, or wants to hold, of a GPU."""
     room = kv_room(s, machine)
     items = [Item("weights, the engine's copy", s.engine_width * s.shape.parameters / s.tensor_parallel, "exact")]
     wanted = min(s.max_num_seqs, sequences(s)) * s.longest * kv_token(s)
@@ -144,7 +144,7 @@ def kv_token(s: Setting) -> float:
 
 
 def kv_room(s: Setting, machine: Machine) -> float | None:
-    """Bytes for keys and values: those set aside, or what weights leave of the engine's share; None: as many as needed."""
+    """Bytes for keys and values: what is set aside for them, or what weights leave of the engine's share; None: as many as needed."""
     if s.memory_share is None:
         return s.cache
     return s.memory_share * machine.memory - s.engine_width * s.shape.parameters / s.tensor_parallel
@@ -156,7 +156,7 @@ def sequences(s: Setting) -> int:
 
 
 def concurrent(s: Setting, machine: Machine) -> int:
-    """Completions decoded together: as many as asked for, sampled, and cached at their mean length."""
+    """Completions decoded together: the least of those asked for, sampled, and cached at their mean length."""
     most = min(s.max_num_seqs, sequences(s))
     room = kv_room(s, machine)
     if room is None:
@@ -170,7 +170,7 @@ def loading(s: Setting, machine: Machine) -> float:
 
 
 def why_not(s: Setting, machine: Machine) -> list[str]:
-    """What does not fit, in words; nothing if everything does."""
+    """The parts that do not fit, in words; empty if everything does."""
     gb = 1e9
     room = machine.memory - machine.reserve
     problems = []
@@ -207,7 +207,7 @@ def phases(s: Setting, machine: Machine) -> list[Phase]:
 
 
 def _rollout(s: Setting, machine: Machine) -> list[Phase]:
-    """Of one engine. Its ranks sum what they have after each attention and each MLP, and nothing else goes on meanwhile."""
+    """Bytes and seconds of one engine. Its ranks sum what they have after each attention and each MLP, and nothing else goes on meanwhile."""
     b, shape, ranks = s.batch, s.shape, s.tensor_parallel
     num = sequences(s)
     groups = num / b.samples
@@ -304,5 +304,5 @@ def _phase(
 
 
 def rollouts_bytes(s: Setting) -> float:
-    """Of a step's completions as Python objects, pickled: what every rank receives to deal them out anew."""
+    """Bytes of a step's completions as Python objects, pickled: every rank receives them to deal them out anew."""
     return PICKLED * s.groups * s.batch.samples * s.batch.completion

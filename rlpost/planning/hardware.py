@@ -1,4 +1,4 @@
-"""What a GPU does: the figures of data sheets, options that replace them, and the time a collective takes. Imports no torch."""
+"""GPUs: the figures of data sheets, options that replace them, and the time a collective takes. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

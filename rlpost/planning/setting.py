@@ -44,7 +44,7 @@ def composed(overrides: Sequence[str], gpus: int, model: str | None) -> Config:
 
 
 def shape_of(settings: Config, model: str | None) -> Shape:
-    """Of a name of MODELS, a config.json, or the configuration's own model."""
+    """The shape of a name of MODELS, of a config.json, or of the configuration's own model."""
     if model in MODELS:
         return Shape.from_config(MODELS[model], model)
     if model is None:

@@ -19,7 +19,7 @@ PER_TOKEN = ["prompt_token_ids", "token_ids", "rollout_logprobs", "trainer_logpr
 
 
 def path_of(run_dir: Path, step: int) -> Path:
-    """Where a run keeps the completions of a step."""
+    """The file in which a run keeps the completions of a step."""
     return run_dir / "completions" / f"step-{step:06d}.parquet"
 
 
@@ -81,7 +81,7 @@ def table_for_people(rollouts: Sequence[Rollout], step: int) -> list[dict[str, A
 
 
 def trace_attributes(rollout: Rollout, step: int) -> dict[str, Any]:
-    """What a trace says of a rollout beside its texts and its rewards, under the table's names."""
+    """A trace's attributes of a rollout beside its texts and its rewards, under the table's names."""
     (row,) = table_for_people([rollout], step)
     return {name: row[name] for name in TRACED}
 

@@ -1,4 +1,4 @@
-"""What a step's rollouts tell: the metrics of rewards and completions, over all ranks' rollouts."""
+"""Metrics of a step's rollouts: their rewards and completions, over all ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -31,7 +31,7 @@ def spread_steps(run_dir: Path, saved: Sequence[int]) -> list[int]:
 def read_groups(
     run_dir: Path, steps: Sequence[int], correct: Callable[[Rollout], bool], to_text: Callable[[int], str] | None
 ) -> list[dict[str, Any]]:
-    """What the page shows: a prompt and its samples an entry.
+    """The page's data: an entry for each prompt and its samples.
 
     Args: to_text: a token's text; None leaves a completion in one piece, without colours.
     """

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines when piped."""
+"""Progress for people: a live line on a terminal, plain lines when piped."""
 
 import sys
 import time

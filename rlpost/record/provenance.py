@@ -1,4 +1,4 @@
-"""What a run ran on: git state, versions, machine. For the record, never for a decision."""
+"""The origin of a run: git state, versions, machine. It is recorded and decides nothing."""
 
 import hashlib
 import os

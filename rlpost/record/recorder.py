@@ -95,7 +95,7 @@ class Recorder:
 
         Args:
             sampled: this rank's rollouts, those that were left out too.
-            trained: those that this rank trained on, which may have been sampled elsewhere.
+            trained: the rollouts that this rank trained on, which may have been sampled elsewhere.
             metrics: the same on every rank.
         """
         num_tokens = sum(len(r.completion.token_ids) for r in sampled)
@@ -135,5 +135,5 @@ def _key(rollout: Rollout) -> tuple[int, int]:
 
 
 def _logprobs(rollout: Rollout) -> np.ndarray | None:
-    """What is sent of a rollout's log-probabilities: its own part of the micro-batch's tensor alone."""
+    """A rollout's log-probabilities as they are sent: its own part of the micro-batch's tensor alone."""
     return None if rollout.trainer_logprobs is None else rollout.trainer_logprobs.numpy().copy()

@@ -35,7 +35,7 @@ class RunDir(RunStatus):
         replace_file(self.path / "config.yaml", OmegaConf.to_yaml(own, resolve=True))
 
     def config(self) -> dict[str, Any]:
-        """What config.yaml holds, as plain values."""
+        """The content of config.yaml, as plain values."""
         return OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
 
     def settings(self) -> Config:

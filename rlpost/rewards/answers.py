@@ -93,7 +93,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class AnswerReward:
-    """What rewards of a final answer have in common; how it is compared with the gold one is their own.
+    """The base of rewards of a final answer; how it is compared with the gold one is their own.
 
     Attributes:
         sources: where a final answer is looked for, in this order (`final_answer`).
@@ -128,7 +128,7 @@ class AnswerReward:
 
 
 def final_answer(completion: str, sources: Sequence[Source], question: str = "") -> str | None:
-    """What the completion ends up saying, by the first source that finds something; None if none does.
+    """The completion's final answer, by the first source that finds one; None if none does.
 
     Args:
         sources: boxed: the last \\boxed{...}; hash: the last line "#### ..."; phrase: what follows the last "answer is" or

@@ -50,8 +50,8 @@ class CodeReward:
         tests: the column with a list of tests: Python statements ("assert f(1) == 2"), or mappings of an input on stdin to
             the expected output ({"input": "1 2", "output": "3"}), compared without trailing blanks.
         partial: give the share of the tests that pass.
-        seconds: for all tests of a completion together.
-        memory_mb: of address space.
+        seconds: the time for all tests of a completion together.
+        memory_mb: the address space that a program may have, in MiB.
         isolate: cut the program off the network and from other processes, and let it start none (Linux, util-linux's
             unshare).
 
@@ -98,7 +98,7 @@ class CodeReward:
         return output is not None and output.endswith(word)
 
     def _run(self, program: str, given: str, seconds: float) -> str | None:
-        """What the program writes; None if it fails, or takes too long."""
+        """The program's output; None if it fails, or takes too long."""
         if seconds <= 0:
             return None
         with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:

@@ -45,9 +45,9 @@ class RewardSum:
     """The weighted sum of the functions that apply to a rollout; NaN where none does.
 
     Args:
-        functions: those that run in this process: coroutines while sampling goes on, the others once it is over.
-        weights: of all functions.
-        processes: those that run beside it; None if there are none.
+        functions: the functions that run in this process: coroutines while sampling goes on, the others once it is over.
+        weights: the weights of all functions.
+        processes: the processes that run the other functions; None if there are none.
         scoring: how long a coroutine may take, and what a function that fails on a completion gives it; None: the defaults.
         only: the tasks a function applies to, for those that do not apply to all.
     """

@@ -1,4 +1,4 @@
-"""What a reward function is, what it is given, and one call of it."""
+"""The protocol of reward functions, their arguments, and one call."""
 
 import inspect
 import math
@@ -69,7 +69,7 @@ class WrongLengthError(Exception):
 
 
 def arguments_of(rollouts: Sequence[Rollout], state: TrainingState) -> dict[str, Any]:
-    """What a reward function is called with: lists with an entry a rollout, and numbers."""
+    """The arguments of a reward function: lists with an entry for each rollout, and numbers."""
     examples = [rollout.prompt.example for rollout in rollouts]
     columns = {name for example in examples for name in example.columns}
     return {

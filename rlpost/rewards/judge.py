@@ -28,18 +28,18 @@ Is the response's final answer equal to the reference answer? Reply with one wor
 
 
 class JudgeReward:
-    """What the judge replies, read as a number. A coroutine: all requests of a step are in flight together.
+    """The judge's reply, read as a number. It is a coroutine: all requests of a step are in flight together.
 
     Args:
         model: the judge's name at the endpoint.
         base_url: http://host:port/v1 of a server (vLLM's, say); None is OpenAI's own.
         api_key_env: the environment variable that holds the key; None sends none. The key itself is never in a config.
-        prompt: of the user message; {question}, {answer}, {completion} and the task's columns are filled in.
+        prompt: the user message; {question}, {answer}, {completion} and the task's columns are filled in.
         system: the system message.
         pattern: a regular expression whose last match in the reply is the verdict (its group 1 if it has one).
-        values: what verdicts are worth, lower case; None reads the verdict as a number.
-        scale: what a number is divided by.
-        temperature, max_tokens: of the judge's sampling.
+        values: the numbers that verdicts stand for, by lower-case text; None reads the verdict as a number.
+        scale: the divisor of a number.
+        temperature, max_tokens: settings of the judge's sampling.
         requests_per_minute: None is as many as `concurrency` allows.
         concurrency: requests in flight.
         timeout, retries: seconds a request may take, and how often one that failed is sent again, with growing pauses.

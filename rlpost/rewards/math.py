@@ -61,7 +61,7 @@ class MathReward(AnswerReward):
 
 @dataclass(frozen=True)
 class _Gold:
-    """A gold answer, read once: as words, as a quantity, or as what math-verify makes of it."""
+    """A gold answer, read once: as words, as a quantity, or by math-verify."""
 
     text: str
     quantity: Any
@@ -94,7 +94,7 @@ class _Gold:
 
 
 def _is_words(text: str) -> bool:
-    """Names, days, yes and no: what letters would only be multiplied in. Two letters may be a product."""
+    """Whether a text is words, such as names, days, yes and no, in which letters would only be multiplied. Two letters may be a product."""
     return len(text) > 2 and _WORDS.fullmatch(text) is not None
 
 

@@ -20,7 +20,7 @@ class ModelReward:
         label: the class whose probability is the score, by name or number; None is the only logit of a model that has one.
         batch_size: conversations a forward pass takes.
         max_tokens: longer conversations lose their beginning.
-        dtype: of the weights.
+        dtype: the type of the weights.
         device: cpu, cuda, cuda:1, ...; auto spreads the layers over the GPUs there are; None is the first GPU, or the CPU.
         trust_remote_code: run Python code that comes with the model.
         threads: CPU threads; None leaves them as they are. In a scoring process there is one.

@@ -1,4 +1,4 @@
-"""Processes that call reward functions while the run samples on: what hangs or crashes there can be ended there."""
+"""Processes that call reward functions while the run samples on, where a hang or a crash can be ended."""
 
 import queue
 import signal
@@ -19,7 +19,7 @@ class ScoringProcesses:
     """A number of processes, each with every function, that take one group at a time.
 
     Args:
-        module: what a process runs. Its argument is the number of a file descriptor, a `multiprocessing.Connection`, to talk
+        module: the module that a process runs. Its argument is the number of a file descriptor, a `multiprocessing.Connection`, to talk
             over: `definitions` come first, which it answers with None or what is wrong with them; then (name, arguments)
             again and again, which it answers with ("values", ...), ("error", (reason, traceback)) or ("length", reason).
         names: the functions.

@@ -1,4 +1,4 @@
-"""What a scoring process runs: reward functions made from their configuration, and called until the run is over."""
+"""The program of a scoring process: reward functions are made from their configuration, and called until the run is over."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What a rollout engine is: token ids in, sampled token ids with their log-probabilities out."""
+"""The protocol of rollout engines: token ids in, sampled token ids with their log-probabilities out."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class Sampling(SamplingConfig):
         return replace(self, **prompt.sampling) if prompt.sampling else self
 
     def for_evaluation(self, temperature: float) -> "Sampling":
-        """The same at another temperature."""
+        """This sampling at the evaluation's temperature."""
         return replace(self, temperature=temperature)
 
     def distribution(self) -> SamplingDistribution:
@@ -129,12 +129,12 @@ class Engine(Protocol):
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over every parameter, and forget whatever was computed with the old ones.
 
-        Args: version: of the weights, the `policy_version` of what they sample; 0 is what the engine was built with.
+        Args: version: the weights' version, which is the `policy_version` of what they sample; the engine was built with 0.
         """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What it has to say of itself since it was last asked, reported as rollout/<name>, the sum over ranks."""
+        """The engine's own metrics since it was last asked; their sums over ranks are reported as rollout/<name>."""
         ...
 
     def close(self) -> None: ...

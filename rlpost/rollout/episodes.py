@@ -34,7 +34,7 @@ class ReplyFormat:
     def token_ids(self, messages: Sequence[Mapping[str, str]], last_token: int) -> list[int]:
         """Ids that lead from a turn to the next one.
 
-        Args: last_token: of the turn; where it is no end token (a stop string came), the template's own end is added.
+        Args: last_token: the turn's last token; where it is no end token (a stop string came), the template's own end is added.
         """
         turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ANSWER"}]
         before = self._render(turn, False)

@@ -30,7 +30,7 @@ class PagedTransformersEngine(TransformersEngine):
         directory: the model, in Hugging Face format.
         end_token_ids: tokens that end a completion.
         max_model_len: longest prompt plus completion, in tokens.
-        dtype: of its weights.
+        dtype: the type of its weights.
         max_num_seqs: completions decoded together.
         page_size: tokens a page of the cache holds; prompts share whole pages only.
     """

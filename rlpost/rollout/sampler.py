@@ -1,4 +1,4 @@
-"""From prompts to scored rollouts: what a step trains on, and how far ahead of the trainer it is sampled."""
+"""The way from prompts to scored rollouts, and how far ahead of the trainer they are sampled."""
 
 import logging
 import time
@@ -151,7 +151,7 @@ class Sampler:
         return rollouts
 
     def metrics(self) -> dict[str, float]:
-        """What the engine has to say of itself since it was last asked, as rollout/<name>: its sum over ranks."""
+        """The engine's own metrics since it was last asked, as rollout/<name>, summed over ranks."""
         return {f"rollout/{n}": v for n, v in distributed.sum_over_ranks(self._engine.metrics()).items()}
 
     @property

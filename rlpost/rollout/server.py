@@ -46,7 +46,7 @@ class VLLMServers:
             Ranks of a distributed run (RANK, WORLD_SIZE) share the list out.
         num_servers: servers to start here, where no URLs are listed; of each rank.
         threads: CPU threads of each of them; None: as many as this process.
-        log_dir: what they print goes to files there.
+        log_dir: the directory of the files with what they print.
         start_timeout_s: seconds they may take to start.
         transfer: how new weights come to the servers: as a file that they read, or over the network (NCCL where there are
             GPUs, else gloo).
@@ -55,7 +55,7 @@ class VLLMServers:
         retries: how often a request is sent again, after 0.5, 1, 2, ... seconds, before its server counts as lost.
         health_s: seconds between health checks, and that one may take; a server is lost after three without an answer.
         max_num_seqs: completions a server decodes together, and requests it is given at a time.
-        dtype, kv_cache_bytes, enforce_eager, block_size, gpu_memory_utilization: of servers started here, as of `VLLMEngine`.
+        dtype, kv_cache_bytes, enforce_eager, block_size, gpu_memory_utilization: settings of servers started here, as at `VLLMEngine`.
 
     Raises: UserError if a server does not answer, or does not come up, or would be linked to its own GPU.
     """

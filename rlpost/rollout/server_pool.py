@@ -134,7 +134,7 @@ class ServerPool:
         return asyncio.run_coroutine_threadsafe(self._post(server, path, body), self._loop)
 
     def check(self, servers: Sequence[Server]) -> None:
-        """Those that are not well are lost."""
+        """Servers that are not well are lost."""
 
         async def check(server: Server) -> None:
             if (reason := await self._health(server)) is not None:
@@ -209,7 +209,7 @@ class ServerPool:
                 task.cancel()
 
     async def _watch(self, server: Server) -> str:
-        """Returns: what is wrong with the server, once something is."""
+        """Returns: the fault of the server, once there is one."""
         failed = 0
         while failed < 3:
             await asyncio.sleep(self._health_s)

@@ -29,8 +29,8 @@ class ServerProcess:
     """Not started yet; `start` again after its end gives it another port.
 
     Args:
-        arguments: of the server, less its address.
-        log: what it prints is appended to this file.
+        arguments: the server's arguments, less its address.
+        log: the file to which its output is appended.
         threads: CPU threads; None: as many as this process.
         eager: have torch compile nothing. vLLM compiles a few functions of its sampler whatever its arguments say.
     """
@@ -62,7 +62,7 @@ class ServerProcess:
         self._group = self._process.pid
 
     def exited(self) -> str | None:
-        """How it ended; None while it runs."""
+        """The process's exit code; None while it runs."""
         code = None if self._process is None else self._process.poll()
         if code is None:
             return None
@@ -78,12 +78,12 @@ class ServerProcess:
         return next(iter(errors), lines[-1] if lines else "it printed nothing")
 
     def stop(self) -> None:
-        """Ask it and what it started to end, without waiting."""
+        """Ask it and the processes that it started to end, without waiting."""
         if self._group is not None:
             _signal_group(self._group, signal.SIGTERM)
 
     def end(self) -> None:
-        """Have ended it and what it started, which outlive it where it was killed; gracefully if that is quick."""
+        """End it and the processes that it started, which outlive it where it was killed; gracefully if that is quick."""
         self.stop()
         group, process, self._group = self._group, self._process, None
         deadline = time.monotonic() + _GRACE_S

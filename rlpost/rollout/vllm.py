@@ -47,7 +47,7 @@ class VLLMEngine:
         directory: the model, in Hugging Face format.
         end_token_ids: tokens that end a completion.
         max_model_len: longest prompt plus completion, in tokens.
-        dtype: of its weights; float32 keeps its log-probabilities within about 1e-4 of the trainer's.
+        dtype: the type of its weights; float32 keeps its log-probabilities within about 1e-4 of the trainer's.
         kv_cache_bytes: most memory for keys and values; less is taken where all completions that run together need less.
         max_num_seqs: completions decoded together.
         enforce_eager: no graph compilation: quicker to start, slower on GPUs.
@@ -204,7 +204,7 @@ def _cache_bytes(directory: Path, dtype: str, tokens: int) -> int:
 
 
 def _placement(tensor_parallel: int) -> dict[str, Any]:
-    """How an engine finds the ranks it shares, and on GPUs its own: as torchrun's variables say."""
+    """The variables, as torchrun sets them, by which an engine finds the ranks it shares, and on GPUs its own."""
     if "RANK" not in os.environ:
         return {"distributed_executor_backend": "uni"}
     settings: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, in the trainer's process and over HTTP alike."""
+"""Requests to vLLM, in the trainer's process and over HTTP alike."""
 
 import base64
 import io
@@ -33,7 +33,7 @@ def sampling_params(sampling: Sampling, seed: int, end_token_ids: Sequence[int])
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """Of a request to a server, whose answer has the prompt's ids too where it has images: those it was continued from."""
+    """The prompt's fields of a request to a server, whose answer has the prompt's ids too where it has images: those it was continued from."""
     if not prompt.images:
         return {"token_ids": prompt.token_ids}
     parts = [{"type": "image_url", "url": _data_url(source)} for source in prompt.images]
@@ -41,7 +41,7 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
 
 
 def check_expanded(prompt: Prompt, token_ids: Sequence[int]) -> None:
-    """Args: token_ids: what vLLM continued.
+    """Args: token_ids: the ids that vLLM continued.
 
     Raises: RuntimeError if they are not what the trainer conditions on.
     """

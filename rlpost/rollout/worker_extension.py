@@ -1,4 +1,4 @@
-"""What runs inside a vLLM server's workers: `--worker-extension-cls rlpost.rollout.worker_extension.PolicyWeights`."""
+"""The extension of a vLLM server's workers: `--worker-extension-cls rlpost.rollout.worker_extension.PolicyWeights`."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ class PolicyWeights:
             self._take_over(None)
 
     def join_link(self, address: str, port: int, place: int, size: int) -> None:
-        """Args: place: of this server's first worker."""
+        """Args: place: the rank of this server's first worker."""
         self._policy_link = Link(address, port, place + self.rank, size, LINK_S)
 
     def receive_policy(self) -> None:

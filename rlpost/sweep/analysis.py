@@ -16,7 +16,7 @@ CONCLUDED = ["reward_end", "accuracy_end", "length_incorrect_end", "length_incor
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a sweep and what can be concluded."""
+    """A sweep's results and the conclusions from them."""
 
     plan: Plan
     results: Sequence[JobResult]
@@ -65,7 +65,7 @@ def _sentences(summaries: Sequence[Summary]) -> list[str]:
 
 
 def _pairing(results: Sequence[JobResult], plan: Plan) -> str:
-    """What the arms share, checked on their first steps."""
+    """The arms' common ground, checked on their first steps."""
     alike, different = [], []
     for seed in plan.seeds:
         firsts = [r.rows[0] for r in results if r.job.seed == seed and r.rows]

@@ -1,4 +1,4 @@
-"""What a sweep consists of: arms, each a list of overrides, over seeds; and where its jobs stand.
+"""The parts of a sweep: arms, each a list of overrides, over seeds; and the state of its jobs.
 
 outputs/sweeps/<name>/<id>/sweep.json            what was planned
 outputs/sweeps/<name>/<id>/<arm>/seed-<n>/       a run directory a job (<number>/ where arms have no names)
@@ -33,7 +33,7 @@ class SweepFailedError(Exception):
 class Job:
     """One arm with one seed. Its run is in `directory`, under the sweep's.
 
-    Attributes: config_hash: of the configuration that was validated, so that a resume runs no other.
+    Attributes: config_hash: the hash of the configuration that was validated, so that a resume runs no other.
     """
 
     arm: str
@@ -80,8 +80,8 @@ def choices(arguments: Sequence[str], loader: ConfigLoader | None, name: str, se
 
     Args:
         loader: knows the groups that a glob picks from.
-        name: of the only arm, where nothing but the seed varies.
-        seed: of every job, where the seed does not vary.
+        name: the name of the only arm, where nothing but the seed varies.
+        seed: the seed of every job, where it does not vary.
 
     Raises: UserError where an override is a continuous interval, which only a search can use.
     """
@@ -212,7 +212,7 @@ def clear_failures(sweep_dir: Path, jobs: Iterable[Job]) -> None:
 def summary(sweep_dir: Path, plan: Plan, errors: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """A line for each job that is not finished, with its reason and its log; then the count, and how to go on.
 
-    Args: errors: what a launcher says of jobs, by directory; of those that came to no run directory nobody else can.
+    Args: errors: a launcher's messages about jobs, by directory; for jobs without a run directory there is no other.
     """
     lines = []
     for job in unfinished(sweep_dir, plan.jobs):

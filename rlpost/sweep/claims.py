@@ -1,4 +1,4 @@
-"""What the papers say of a reducer, held against a saved step: the weight each token has in the loss.
+"""The papers' formulas of reducers, held against a saved step: the weight of each token in the loss.
 
 GRPO gives every token of completion o the weight 1/|o|, the token mean 1/sum|o|, Dr. GRPO 1/L (arXiv:2503.20783, section
 3.1), each over the number of completions but the second. The step's completions are frozen; the reducer that the arm
@@ -26,7 +26,7 @@ class TokenWeights:
     """The weights that an arm's reducer gives the tokens of one step.
 
     Attributes:
-        formula: what the paper says; None for a reducer of which it says nothing.
+        formula: the paper's formula; None for a reducer that is in no paper.
         deviation: the largest relative difference between a weight and the formula's; NaN without one.
         shortest, longest: weight of a token in the shortest and in the longest completion.
     """

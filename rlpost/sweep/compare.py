@@ -1,4 +1,4 @@
-"""What other reducers and advantages would have done with one saved step.
+"""Other reducers and advantages on one saved step: the gradients they would have given.
 
 The policy gradient at ratio 1 is the sum over tokens of c_t * grad logprob_t with c_t = advantage * weight. So the vector
 of c_t says everything a reducer and an advantage decide: where the weight goes, how large the gradient is, and how it is
@@ -43,7 +43,7 @@ def compare(
     correct: Sequence[bool],
     loss_masks: Sequence[bool] | None = None,
 ) -> list[Arm]:
-    """What each arm makes of the rollouts.
+    """Each arm's weights of the rollouts.
 
     Args:
         arms: name -> (advantage, reducer).
@@ -137,7 +137,7 @@ def table(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 
 def sentences(arms: Sequence[Arm]) -> list[str]:
-    """What an arm's scale does besides its direction; none for arms within 5% of the first."""
+    """Sentences on an arm's scale beside its direction; none for arms within 5% of the first."""
     first, *others = arms
     return [
         f"{arm.name} has {arm.scale:.3g} times the policy gradient of {first.name}: like a learning rate times {arm.scale:.3g} "

@@ -1,4 +1,4 @@
-"""What is measured of a finished job, and each arm's summary in it."""
+"""Measures of a finished job, and each arm's summary in them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ class Measure:
 
 
 def measures(threshold: float) -> list[Measure]:
-    """What the table holds, the two primary ones first. Args: threshold: a mean reward, that of first_to_reach."""
+    """The table's measures, the two primary ones first. Args: threshold: the mean reward that first_to_reach counts to."""
     return [
         Measure("reward_end", f"mean reward, last {LAST} steps", lambda r: _end(r, "reward/mean")),
         Measure("accuracy_end", "held-out accuracy, last", lambda r: _last(r.curve("eval/accuracy"))),

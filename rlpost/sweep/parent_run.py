@@ -61,7 +61,7 @@ def publish(plan: Plan, metrics: Mapping[str, float], files: Iterable[Path], chi
 
 
 def links(plan: Plan, children: Iterable[str]) -> dict[str, str]:
-    """Where MLflow shows a run: a child's id, or "sweep", -> address. Empty where the store does not answer.
+    """The addresses at which MLflow shows runs, by a child's id or "sweep". Empty where the store does not answer.
 
     An embedded store has an address while `make ui` serves it.
     """

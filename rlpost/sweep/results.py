@@ -1,4 +1,4 @@
-"""What the jobs of a sweep have left on the disk, finished or not."""
+"""The files that a sweep's jobs have left, finished or not."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class JobResult:
     """One job as it stands.
 
     Attributes:
-        reason: of a failure, one line.
+        reason: the reason of a failure, one line.
         rows: the steps trained, from 1 on; evaluations: every line with held-out figures, step 0 too.
         config: flat, `{"optimizer.lr": 1e-5}`; empty before the job has started.
     """

@@ -1,4 +1,4 @@
-"""What a few seeds can tell: intervals, paired differences, and how many seeds would be needed.
+"""Statistics of a few seeds: intervals, paired differences, and how many seeds would be needed.
 
 Arms share a seed's prompts and first samples, so their values are compared seed by seed. Everything is SciPy's and
 statsmodels'; this file only decides what is asked of them.
@@ -119,10 +119,10 @@ class Comparison:
     Attributes:
         differences: arm minus baseline, seed by seed; difference: their mean and interval.
         effect_size: the mean difference over the differences' deviation (Cohen's d of paired values).
-        p_value: of the paired t test; p_adjusted: by Holm's method over all arms compared.
-        p_permutation: of the exact sign-flip test, which assumes nothing of the values' distribution. With n seeds it
+        p_value: the paired t test's; p_adjusted: the same by Holm's method over all arms compared.
+        p_permutation: the exact sign-flip test's, which assumes nothing of the values' distribution. With n seeds it
             cannot be under 2 / 2^n.
-        needed_seeds: for a difference like this one to be found with a power of 80%; None where there is none to find.
+        needed_seeds: the seeds with which a difference like this one is found with a power of 80%; None where there is none to find.
     """
 
     arm: str
@@ -199,7 +199,7 @@ def _sign_flip(differences: np.ndarray) -> float:
 
 
 def sentence(c: Comparison, what: str) -> str:
-    """What can and cannot be said of an arm against the baseline."""
+    """Sentences on an arm against the baseline."""
     n, d = c.difference.n, c.difference
     if n == 0:
         return f"{c.arm} and {c.baseline} share no finished seed: nothing can be said of {what}."

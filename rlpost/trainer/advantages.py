@@ -1,4 +1,4 @@
-"""The advantages of a step: what an advantage function is given, and where its values go."""
+"""The advantages of a step: the arguments of an advantage function, and where its values go."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

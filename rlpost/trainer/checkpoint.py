@@ -54,7 +54,7 @@ class Checkpoints:
         """Begin a checkpoint of `step`, by all ranks together; visible only once it is whole.
 
         Args:
-            about: what a reader may want to know of the run, as JSON.
+            about: facts about the run for a reader, as JSON.
             parts: the states of everything else that the next step depends on, by name; the main rank's are kept.
 
         Raises: RuntimeError if the one before could not be written.
@@ -98,7 +98,7 @@ class Checkpoints:
             self._prune()
 
     def peek(self, path: Path) -> dict[str, Any]:
-        """What was said about the run, with `step` and `schedule`, without loading any weights."""
+        """The facts about the run, with `step` and `schedule`, without loading any weights."""
         return json.loads((path / "state.json").read_text(encoding="utf-8"))
 
     def parts(self, path: Path) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Checkpoints:
 
 
 def _weights(policy: Policy) -> dict[str, Any]:
-    """What of the model is trained, the optimizer, and the reference if it moves."""
+    """The trained part of the model, the optimizer, and the reference if it moves."""
     model, optimizer = get_state_dict(policy.model, policy.optimizer.torch_optimizer, options=_options(policy))
     if frozen := {name for name, p in policy.model.named_parameters(remove_duplicate=False) if not p.requires_grad}:
         model = {name: value for name, value in model.items() if name not in frozen}  # a tied head's second name too

@@ -21,7 +21,7 @@ class Share:
 
     Attributes:
         row: the whole row, padded to a multiple of the context group's size.
-        positions: those of this rank.
+        positions: this rank's positions.
         tokens: [T_here] the completion tokens, by place among the batch's, that are predicted there.
         sizes: T_here of each rank.
         order: [T] each token's place among the ranks' tokens, rank after rank.
@@ -48,7 +48,7 @@ class Share:
 
 
 def share(batch: PackedBatch) -> Share:
-    """Of a shared_prefix row [1, W]; every rank of a context group holds the same batch."""
+    """The share of a shared_prefix row [1, W]; every rank of a context group holds the same batch."""
     size, here = distributed.context_size(), distributed.context_rank()
     row = _padded(batch, size)
     width = row.input_ids.shape[1] // size

@@ -50,7 +50,7 @@ def write_model(
     """Write the model of a checkpoint.
 
     Args:
-        directory: of the model that was trained.
+        directory: the directory of the model that was trained.
         checkpoint: checkpoints/step-<n> of a run.
         out: a directory that is not there yet, or is empty.
         lora: the adapters that were trained; None, or of rank 0: none.

@@ -85,7 +85,7 @@ def _hidden_states(
 ) -> Tensor:
     """[R, W, H]: a completion's are those of its prompt and itself alone, in either layout.
 
-    Args: positions: of a row that ranks share, those of this one; None: all.
+    Args: positions: this rank's positions of a row that ranks share; None: all.
     """
     if vision is not None:
         return _hidden_states_with_images(model, batch, vision)
@@ -104,7 +104,7 @@ def _hidden_states(
 
 
 def _hidden_states_with_images(model: nn.Module, batch: PackedBatch, vision: Vision) -> Tensor:
-    """Of the padded layout. The model counts positions itself: those of an image may have two dimensions."""
+    """The model's inputs in the padded layout. The model counts positions itself: those of an image may have two dimensions."""
     rows, width = batch.input_ids.shape
     images = vision.model_inputs(batch.prompts, [0] * rows, width)
     hidden = model.base_model(

@@ -1,4 +1,4 @@
-"""Optimizers: what a step's gradient does to the weights, at which learning rate."""
+"""Optimizers: how a step's gradient changes the weights, at which learning rate."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,7 +64,7 @@ class Optimizer:
 
 
 class OptimizerFactory(Protocol):
-    """What `optimizer` in a configuration names."""
+    """The protocol of what `optimizer` in a configuration names."""
 
     def __call__(self, parameters: Iterable[Parameter], num_steps: int) -> Optimizer:
         """Args: num_steps: optimizer steps of the whole run."""

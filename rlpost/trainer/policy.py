@@ -76,7 +76,7 @@ class Policy:
             group_ids: every group of the step over all ranks, so that all ranks deal them out alike.
             step: the loop's step, which with the seed decides the mini-batches.
 
-        Sets: what the rollouts hold of their tokens (`trainer_logprobs` and, where they are needed, the others).
+        Sets: the rollouts' per-token values (`trainer_logprobs` and, where they are needed, the others).
 
         Returns: metrics of the step, the same on every rank: sequence means averaged over the optimizer steps,
             largest values over all of them.

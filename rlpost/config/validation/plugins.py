@@ -17,7 +17,7 @@ METRIC_ARGUMENTS = ("rollouts",)
 
 
 def check(node: PluginNode, allowed: Sequence[str]) -> None:
-    """That a node's target may be imported, and that it has the node's settings."""
+    """Check that a node's target may be imported, and that it has the node's settings."""
     package = node.target.split(".", 1)[0]
     if package != "rlpost" and package not in allowed:
         raise UserError(
@@ -44,7 +44,7 @@ def complete(node: PluginNode) -> None:
 
 
 def check_metrics(cfg: DictConfig) -> None:
-    """That the functions behind `metrics` may be imported, and exist."""
+    """Check that the functions behind `metrics` may be imported, and exist."""
     for name, path in cfg.metrics.items():
         if isinstance(path, str):
             _check_function(path, f"metrics.{name}", METRIC_ARGUMENTS, cfg.plugins.allow)
@@ -59,7 +59,7 @@ def check_further(nodes: Sequence[PluginNode], num_ranks: int) -> None:
 
 
 def _check_function(path: str, key: str, arguments: Sequence[str], allowed: Sequence[str]) -> None:
-    """That the function at an import path exists, may be imported, and takes these arguments first."""
+    """Check that the function at an import path exists, may be imported, and takes these arguments first."""
     module_name, name = split_path(path, key)
     package = Path(module_name).stem if module_name.endswith(".py") else module_name.split(".", 1)[0]
     if package not in allowed:
