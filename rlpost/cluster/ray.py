@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rlpost.cluster import node
 from rlpost.cluster.ranks import conclude, signals_passed_on, watch
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.record.status import RunStatus
 
 POLL_S = 0.5
@@ -33,6 +34,8 @@ class Ray:
         placement_timeout_s: how long the resources may take to become free.
     """
 
+    requires_packages: ClassVar[Mapping[str, str]] = {"ray": "ray"}
+
     num_processes: int = 1
     cpus_per_process: int = 1
     gpus_per_process: int = 0
@@ -45,6 +48,7 @@ class Ray:
 
         Raises: UserError where there is no cluster, or the resources are not to be had.
         """
+        require(self.requires_packages, "cluster=ray")
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

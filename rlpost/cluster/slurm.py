@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlpost.cluster import node
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.record.status import RunStatus
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Slurm:
         max_restarts: how often all ranks are started again within the job after one has failed.
     """
 
+    requires_packages: ClassVar[Mapping[str, str]] = {"submitit": "slurm"}
+
     nodes: int = 1
     processes_per_node: int = 1
     gpus_per_node: int = 0
@@ -62,6 +64,7 @@ class Slurm:
 
         Raises: UserError where Slurm is not there, or refuses the job.
         """
+        require(self.requires_packages, "cluster=slurm")
         import submitit
 
         asked = {"partition": self.partition, "account": self.account, "qos": self.qos}

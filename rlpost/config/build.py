@@ -12,7 +12,8 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.errors import UserError
+from rlpost.config.targets import check_packages
+from rlpost.errors import UserError, require
 
 # Parameters of a target that the program fills in; a config cannot set them.
 ENGINE_PARAMETERS = frozenset({"directory", "end_token_ids", "max_model_len", "trust_remote_code"})
@@ -38,7 +39,7 @@ def conf_dir() -> Path:
 def build(node: DictConfig | Mapping[str, Any], **injected: Any) -> Any:
     """Make the object a `_target_` node describes, from plain arguments.
 
-    Raises: UserError when the target refuses its settings, with the target's own words.
+    Raises: UserError when the target refuses its settings, with the target's own words, or lacks a package.
     """
     plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     try:
@@ -46,6 +47,9 @@ def build(node: DictConfig | Mapping[str, Any], **injected: Any) -> Any:
     except UserError:
         raise
     except Exception as error:  # Hydra hides the reason in the cause
+        for _, inner in nested_nodes(plain, ""):
+            if "_target_" in inner:
+                check_packages(inner["_target_"], inner["_target_"])
         cause = error.__cause__ or error
         if isinstance(cause, ValueError | TypeError):
             raise UserError(f"{plain.get('_target_')}: {cause}") from cause
@@ -150,7 +154,15 @@ def check_task(cfg: DictConfig) -> None:
 
 
 def prepare(cfg: DictConfig) -> None:
-    """Let the cluster's processes, where they can be prepared, import what this configuration needs."""
+    """Let the cluster's processes, where they can be prepared, import what this configuration needs.
+
+    Raises: UserError if that is not installed.
+    """
+    for key, node, _ in target_nodes(cfg):
+        for place, inner in nested_nodes(node, key):
+            check_packages(inner["_target_"], f"{place}._target_={inner['_target_']}")
+    if cfg.trainer.lora.rank:
+        require({"peft": "lora"}, f"trainer.lora.rank={cfg.trainer.lora.rank}")
     cluster = build(cfg.cluster)
     if hasattr(cluster, "prepare"):
         cluster.prepare(OmegaConf.to_container(cfg, resolve=True))

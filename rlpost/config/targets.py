@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from rlpost.errors import UserError, nearest
+from rlpost.errors import UserError, nearest, require
 
 SPECIAL_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 SIMPLE_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
@@ -85,6 +85,32 @@ def read_signature(module_name: str, name: str, key: str) -> Signature | None:
     if isinstance(definition, ast.ClassDef):
         return _class_signature(definition, module, module_name)
     return _function_signature(definition, skip_first=False)
+
+
+def check_packages(target: str, needed_by: str) -> None:
+    """Check that what one of rlpost's own classes needs beyond the base install is there.
+
+    Args: needed_by: what asks for the class, for the message.
+
+    Raises: UserError that names the extra to install.
+    """
+    if target.startswith("rlpost."):
+        require(required_packages(target), needed_by)
+
+
+def required_packages(target: str) -> Mapping[str, str]:
+    """A class's `requires_packages`, as `rlpost.errors.require` takes them; empty without."""
+    module_name, _, name = target.rpartition(".")
+    path = _module_file(module_name)
+    if path is None or path.suffix != ".py":
+        return {}
+    definition = _find(ast.parse(path.read_text(encoding="utf-8")), name)
+    if isinstance(definition, ast.ClassDef):
+        for statement in definition.body:
+            match statement:
+                case ast.AnnAssign(target=ast.Name("requires_packages"), value=ast.expr() as packages):
+                    return ast.literal_eval(packages)
+    return {}
 
 
 def mismatch(value: Any, annotation: ast.expr) -> str | None:

@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from rlpost.data.rows import RowFormat
 from rlpost.data.split import TaskData, disjoint, split, user_message
-from rlpost.errors import UserError
+from rlpost.errors import UserError, nearest, require
 from rlpost.types import Example
 
 
@@ -46,6 +46,8 @@ class ReasoningGym:
     Examples carry the dataset's name and entry, from which `reward=reasoning_gym` scores an answer.
     """
 
+    requires_packages: ClassVar[Mapping[str, str]] = {"reasoning_gym": "reasoning-gym"}
+
     dataset: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     size: int = 1000
@@ -57,12 +59,11 @@ class ReasoningGym:
         object.__setattr__(self, "name", self.name or self.dataset)
 
     def load(self) -> TaskData:
+        require(self.requires_packages, f"task.dataset={self.dataset}")
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
         if self.dataset not in DATASETS:
-            from rlpost.errors import nearest
-
             raise UserError(
                 f"task.dataset={self.dataset}: reasoning-gym has no such dataset{nearest(self.dataset, DATASETS)}"
             )
@@ -152,6 +153,8 @@ class Parquet(_RowFile):
 class HubDataset(RowFormat):
     """A dataset of the Hugging Face hub, or a local folder in its formats, read with the datasets library."""
 
+    requires_packages: ClassVar[Mapping[str, str]] = {"datasets": "hub"}
+
     path: str
     subset: str | None = None
     train_split: str = "train"
@@ -168,6 +171,7 @@ class HubDataset(RowFormat):
         return disjoint(train, self._read(self.held_out_split))
 
     def _read(self, split_name: str) -> list[Example]:
+        require(self.requires_packages, f"task.path={self.path}")
         import datasets
 
         try:

