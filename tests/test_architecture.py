@@ -1,4 +1,4 @@
-"""The house rules that can be checked: imports only downwards, collectives in one package."""
+"""The house rules that can be checked: imports only downwards and declared, collectives in one package."""
 
 import re
 import subprocess
@@ -18,6 +18,12 @@ def test_import_contracts() -> None:
         timeout=120,
     )
     assert result.returncode == 0, result.stdout
+
+
+def test_dependencies_are_declared_and_used() -> None:
+    deptry = [Path(sys.executable).with_name("deptry"), ".", "--no-ansi"]
+    result = subprocess.run(deptry, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 def test_collectives_are_in_one_package() -> None:

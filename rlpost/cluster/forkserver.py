@@ -222,7 +222,8 @@ def run_as_main(module: str, arguments: Sequence[str]) -> int:
 def search_path(server_path: Sequence[str], directory: str, pythonpath: str) -> list[str]:
     """A new interpreter's search path in the directory: it, PYTHONPATH's entries, and the installation.
 
-    Args: server_path: the path of a server that has neither of its own (it is started with -P, and its PYTHONPATH is the children's).
+    Args: server_path: the path of a server that has neither of its own (it is started with -P, and its PYTHONPATH is the
+        children's).
     """
     own = [directory, *(os.path.abspath(entry) for entry in pythonpath.split(os.pathsep) if entry)]
     return [*own, *(entry for entry in server_path if entry not in own)]

@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rlpost.cluster import node
 from rlpost.cluster.ranks import conclude, signals_passed_on, watch
 from rlpost.config.ranges import Above, AtLeast
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.record.status import RunStatus
 
 POLL_S = 0.5
@@ -29,10 +30,13 @@ class Ray:
     Attributes:
         num_processes: ranks.
         cpus_per_process, gpus_per_process: resources of each; its cores are its threads.
-        address: the address of a running cluster, as ray.init takes it ("auto": this machine's); None: one of this machine alone.
+        address: the address of a running cluster, as ray.init takes it ("auto": this machine's); None: one of this machine
+            alone.
         strategy: where the ranks go: PACK on few nodes, SPREAD over many, or the STRICT_ form of either.
         placement_timeout_s: how long the resources may take to become free.
     """
+
+    requires_packages: ClassVar[Mapping[str, str]] = {"ray": "ray"}
 
     num_processes: Annotated[int, AtLeast(1)] = 1
     cpus_per_process: Annotated[int, AtLeast(1)] = 1
@@ -50,6 +54,7 @@ class Ray:
 
         Raises: UserError where there is no cluster, or the resources are not to be had.
         """
+        require(self.requires_packages, "cluster=ray")
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rlpost.cluster import node
 from rlpost.config.ranges import AtLeast
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.record.status import RunStatus
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Slurm:
         max_restarts: how often all ranks are started again within the job after one has failed.
     """
 
+    requires_packages: ClassVar[Mapping[str, str]] = {"submitit": "slurm"}
+
     nodes: Annotated[int, AtLeast(1)] = 1
     processes_per_node: Annotated[int, AtLeast(1)] = 1
     gpus_per_node: Annotated[int, AtLeast(0)] = 0
@@ -67,6 +69,7 @@ class Slurm:
 
         Raises: UserError where Slurm is not there, or refuses the job.
         """
+        require(self.requires_packages, "cluster=slurm")
         import submitit
 
         asked = {"partition": self.partition, "account": self.account, "qos": self.qos}

@@ -4,7 +4,7 @@ Imports no torch.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlpost.config.plugins import load_function
 from rlpost.config.schema import Config, RewardConfig
-from rlpost.errors import UserError
+from rlpost.config.targets import check_packages
+from rlpost.errors import UserError, require
 
 
 def schema() -> DictConfig:
@@ -55,17 +56,27 @@ def conf_dir() -> Path:
 def build(node: Mapping[str, Any], **injected: Any) -> Any:
     """Make the object a `_target_` node describes, from plain arguments.
 
-    Raises: UserError when the target refuses its settings, with the target's own words.
+    Raises: UserError when the target refuses its settings, with the target's own words, or lacks a package.
     """
     try:
         return instantiate(dict(node), **injected, _convert_="all")
     except UserError:
         raise
     except Exception as error:  # Hydra hides the reason in the cause
+        for target in _targets(node):
+            check_packages(target, target)
         cause = error.__cause__ or error
         if isinstance(cause, ValueError | TypeError):
             raise UserError(f"{node.get('_target_')}: {cause}") from cause
         raise
+
+
+def _targets(node: Any) -> Iterator[str]:
+    """The targets of a node and of all nodes inside it."""
+    if isinstance(node, Mapping) and "_target_" in node:
+        yield str(node["_target_"])
+    for inner in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
+        yield from _targets(inner)
 
 
 def build_metric(name: str, given: Any) -> Any:
@@ -109,7 +120,15 @@ def task_names(settings: Config) -> list[str]:
 
 
 def prepare(settings: Config) -> None:
-    """Let the cluster's processes, where they can be prepared, import what this configuration needs."""
+    """Let the cluster's processes, where they can be prepared, import what this configuration needs.
+
+    Raises: UserError if that is not installed.
+    """
+    plain = flat(asdict(settings))
+    for key in sorted(key for key in plain if key.endswith("_target_")):
+        check_packages(plain[key], f"{key}={plain[key]}")
+    if settings.trainer.lora.rank:
+        require({"peft": "lora"}, f"trainer.lora.rank={settings.trainer.lora.rank}")
     cluster = build(settings.cluster)
     if hasattr(cluster, "prepare"):
         cluster.prepare(asdict(settings))

@@ -13,9 +13,17 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from rlpost.errors import nearest
+from rlpost.errors import UserError, nearest, require
 
 EXPECTED = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
+# Choices that plug-ins of Hydra bring, with what `rlpost.errors.require` takes.
+PLUGINS = {
+    "hydra/launcher=joblib": {"hydra_plugins.hydra_joblib_launcher": "joblib"},
+    "hydra/launcher=ray": {"hydra_plugins.hydra_ray_launcher": "ray"},
+    "hydra/launcher=submitit_local": {"hydra_plugins.hydra_submitit_launcher": "slurm"},
+    "hydra/launcher=submitit_slurm": {"hydra_plugins.hydra_submitit_launcher": "slurm"},
+    "hydra/sweeper=optuna": {"hydra_plugins.hydra_optuna_sweeper": "optuna"},
+}
 
 
 def explain(error: Exception, overrides: Sequence[str], conf_dir: Path) -> str:
@@ -46,13 +54,17 @@ def _unknown_key(cause: OmegaConfBaseException) -> str | None:
 
 
 def _missing_choice(error: MissingConfigException, conf_dir: Path) -> str:
-    wanted = error.missing_cfg_file or ""
-    group, _, choice = wanted.rpartition("/")
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if not group:
         return _first_line(error)
+    wanted = f"{group}={choice}"
+    try:
+        require(PLUGINS.get(wanted, {}), wanted)
+    except UserError as missing:
+        return str(missing)
     if not (conf_dir / group).is_dir() and not error.options:
         return f"{group}: there is no such group{nearest(group, (d.name for d in conf_dir.iterdir() if d.is_dir()))}"
-    return f"{group}={choice}: there is no such choice{nearest(choice, error.options or [])}"
+    return f"{wanted}: there is no such choice{nearest(choice, error.options or [])}"
 
 
 def _wrong_type(cause: OmegaConfBaseException, overrides: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlpost.config.ranges import RANGES, OneOf, Range
 from rlpost.config.source import UNKNOWN, Definition, find
-from rlpost.errors import UserError, nearest
+from rlpost.errors import UserError, nearest, require
 
 SPECIAL_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 SIMPLE_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
@@ -70,8 +70,21 @@ def defaults_of(node: Mapping[str, Any], key: str, injected: frozenset[str] = fr
     }
 
 
+def check_packages(target: str, needed_by: str) -> None:
+    """Check that what one of rlpost's own classes needs beyond the base install, by its `requires_packages`, is there.
+
+    Args: needed_by: what asks for the class, for the message.
+
+    Raises: UserError that names the extra to install.
+    """
+    if target.startswith("rlpost."):  # others' packages are no extras of rlpost
+        require(constant_of(target, "requires_packages", {}), needed_by)
+
+
 def mismatch(value: Any, annotation: ast.expr) -> str | None:
-    """The end of the message about a value that an annotation of simple types does not allow; None if it fits or cannot be told."""
+    """The end of the message about a value that an annotation of simple types does not allow; None if it fits or cannot
+    be told.
+    """
     ranges: list[Range] = []
     for option in _union_members(annotation):
         option, range_ = _without_range(option)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.data.split import user_message
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.types import IMAGE, Example
 
 
@@ -49,6 +49,8 @@ class RowFormat:
             rows: each with where it stands, for errors.
             directory: where relative paths of images start.
         """
+        if self.images is not None:
+            require({"PIL": "images"}, f"task.images={self.images}")
         to_example = self._example_maker(directory)
         found: list[Example] = []
         for row, place in rows:

@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from rlpost.data.rows import RowFormat
 from rlpost.data.split import TaskData, disjoint, split, user_message
-from rlpost.errors import UserError
+from rlpost.errors import UserError, nearest, require
 from rlpost.types import Example
 
 
@@ -61,6 +61,8 @@ class ReasoningGym:
         name: the task's name, as in eval/<name>/accuracy; "": the dataset's.
     """
 
+    requires_packages: ClassVar[Mapping[str, str]] = {"reasoning_gym": "reasoning-gym"}
+
     dataset: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     size: int = 1000
@@ -72,12 +74,11 @@ class ReasoningGym:
         object.__setattr__(self, "name", self.name or self.dataset)
 
     def load(self) -> TaskData:
+        require(self.requires_packages, f"task.dataset={self.dataset}")
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
         if self.dataset not in DATASETS:
-            from rlpost.errors import nearest
-
             raise UserError(
                 f"task.dataset={self.dataset}: reasoning-gym has no such dataset{nearest(self.dataset, DATASETS)}"
             )
@@ -175,6 +176,8 @@ class HubDataset(RowFormat):
         revision: a branch, a tag or a commit of the hub's repository; None: its main branch.
     """
 
+    requires_packages: ClassVar[Mapping[str, str]] = {"datasets": "hub"}
+
     path: str
     subset: str | None = None
     train_split: str = "train"
@@ -191,6 +194,7 @@ class HubDataset(RowFormat):
         return disjoint(train, self._read(self.held_out_split))
 
     def _read(self, split_name: str) -> list[Example]:
+        require(self.requires_packages, f"task.path={self.path}")
         import datasets
 
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.types import IMAGE, Prompt
 
 
@@ -99,6 +99,7 @@ def open_image(source: str | bytes) -> Any:
 
     Raises: UserError if it is no image.
     """
+    require({"PIL": "images"}, "an image in a prompt")
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +146,7 @@ class GGUFPackage:
         if digest != self.sha256:
             raise UserError(f"{source / self.file} has sha256 {digest}, not {self.sha256}: reinstall {self.package}")
 
+        require({"gguf": "gguf", "accelerate": "gguf"}, f"model.file={self.file}")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging as transformers_logging
@@ -211,6 +212,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
 
 def load_processor(directory: Path, trust_remote_code: bool = False) -> Any:
     """A vision-language model's processor: its tokenizer and what it makes of images."""
+    require({"PIL": "images"}, f"the vision-language model in {directory}")
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(directory, trust_remote_code=trust_remote_code)

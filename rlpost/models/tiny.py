@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlpost.errors import require
 from rlpost.models.sources import cached, save_model
 
 CHATML = (
@@ -88,6 +90,7 @@ class TinyVisionLlama:
     context: int = 4096
 
     trust_remote_code: ClassVar[bool] = False
+    requires_packages: ClassVar[Mapping[str, str]] = {"PIL": "images"}
 
     def context_length(self) -> int:
         return self.context
@@ -96,6 +99,7 @@ class TinyVisionLlama:
         return cached(f"tiny-vision-llama-{_key(self)}", self._build)
 
     def _build(self, target: Path) -> None:
+        require(self.requires_packages, "model=tiny_vision")
         import torch
         from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, LlamaConfig
         from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil

@@ -144,7 +144,9 @@ def kv_token(s: Setting) -> float:
 
 
 def kv_room(s: Setting, machine: Machine) -> float | None:
-    """Bytes for keys and values: what is set aside for them, or what weights leave of the engine's share; None: as many as needed."""
+    """Bytes for keys and values: what is set aside for them, or what weights leave of the engine's share; None: as many
+    as needed.
+    """
     if s.memory_share is None:
         return s.cache
     return s.memory_share * machine.memory - s.engine_width * s.shape.parameters / s.tensor_parallel
@@ -207,7 +209,10 @@ def phases(s: Setting, machine: Machine) -> list[Phase]:
 
 
 def _rollout(s: Setting, machine: Machine) -> list[Phase]:
-    """Bytes and seconds of one engine. Its ranks sum what they have after each attention and each MLP, and nothing else goes on meanwhile."""
+    """Bytes and seconds of one engine.
+
+    Its ranks sum what they have after each attention and each MLP, and nothing else goes on meanwhile.
+    """
     b, shape, ranks = s.batch, s.shape, s.tensor_parallel
     num = sequences(s)
     groups = num / b.samples

@@ -9,7 +9,7 @@ import sqlite3
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from openai import AsyncOpenAI
 
@@ -47,6 +47,8 @@ class JudgeReward:
 
     Raises: UserError if the key's variable is not set, or the pattern is not a regular expression.
     """
+
+    requires_packages: ClassVar[Mapping[str, str]] = {"openai": "judge"}
 
     def __init__(
         self,

@@ -7,8 +7,9 @@ math-verify library, on the one answer that was found. docs/answers.md says in a
 import logging
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -35,6 +36,8 @@ class MathReward(AnswerReward):
     Attributes:
         seconds: how long one comparison may take; one that takes longer is not equal.
     """
+
+    requires_packages: ClassVar[Mapping[str, str]] = {"math_verify": "math"}
 
     seconds: int = 3
 
@@ -94,7 +97,10 @@ class _Gold:
 
 
 def _is_words(text: str) -> bool:
-    """Whether a text is words, such as names, days, yes and no, in which letters would only be multiplied. Two letters may be a product."""
+    """Whether a text is words, such as names, days, yes and no, in which letters would only be multiplied.
+
+    Two letters may be a product.
+    """
     return len(text) > 2 and _WORDS.fullmatch(text) is not None
 
 

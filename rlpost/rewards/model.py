@@ -1,14 +1,14 @@
 """A reward model: a sequence-classification model that scores whole conversations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 
 
 class ModelReward:
@@ -28,6 +28,8 @@ class ModelReward:
     Raises: UserError if it cannot be loaded, or the label is not one of the model's.
     """
 
+    requires_packages: ClassVar[Mapping[str, str]] = {"accelerate": "reward-model"}
+
     def __init__(
         self,
         path: str,
@@ -40,6 +42,7 @@ class ModelReward:
         threads: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
+        require(self.requires_packages, f"reward: path={path}")
         if threads is not None:
             torch.set_num_threads(threads)
         directory = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path

@@ -19,7 +19,8 @@ class ScoringProcesses:
     """A number of processes, each with every function, that take one group at a time.
 
     Args:
-        module: the module that a process runs. Its argument is the number of a file descriptor, a `multiprocessing.Connection`, to talk
+        module: the module that a process runs. Its argument is the number of a file descriptor, a
+            `multiprocessing.Connection`, to talk
             over: `definitions` come first, which it answers with None or what is wrong with them; then (name, arguments)
             again and again, which it answers with ("values", ...), ("error", (reason, traceback)) or ("length", reason).
         names: the functions.

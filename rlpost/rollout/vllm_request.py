@@ -33,7 +33,9 @@ def sampling_params(sampling: Sampling, seed: int, end_token_ids: Sequence[int])
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """The prompt's fields of a request to a server, whose answer has the prompt's ids too where it has images: those it was continued from."""
+    """The prompt's fields of a request to a server, whose answer has the prompt's ids too where it has images: those it
+    was continued from.
+    """
     if not prompt.images:
         return {"token_ids": prompt.token_ids}
     parts = [{"type": "image_url", "url": _data_url(source)} for source in prompt.images]

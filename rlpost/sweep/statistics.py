@@ -122,7 +122,8 @@ class Comparison:
         p_value: the paired t test's; p_adjusted: the same by Holm's method over all arms compared.
         p_permutation: the exact sign-flip test's, which assumes nothing of the values' distribution. With n seeds it
             cannot be under 2 / 2^n.
-        needed_seeds: the seeds with which a difference like this one is found with a power of 80%; None where there is none to find.
+        needed_seeds: the seeds with which a difference like this one is found with a power of 80%; None where there is none
+            to find.
     """
 
     arm: str

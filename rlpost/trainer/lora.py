@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlpost import distributed
 from rlpost.config.schema import LoRAConfig
-from rlpost.errors import UserError
+from rlpost.errors import UserError, require
 from rlpost.types import PackedBatch
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def add_adapters(model: nn.Module, lora: LoRAConfig) -> None:
 
     Raises: UserError if there is no such linear layer.
     """
+    require({"peft": "lora"}, f"trainer.lora.rank={lora.rank}")
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear, LoraLayer
 
