@@ -109,5 +109,6 @@ class _Draws(ContinuousBatchingLogitsProcessor):
         return torch.tensor(places, dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        places = tensor_arg[: len(scores)].tolist()
-        return torch.cat([self._draws[p](None, scores[row : row + 1]) for row, p in enumerate(places)])
+        """Rows of -1 are of prompts that do not fit into the batch as a whole: no token of theirs is sampled yet."""
+        rows = zip(tensor_arg[: len(scores)].tolist(), scores.split(1), strict=True)
+        return torch.cat([row if place < 0 else self._draws[place](None, row) for place, row in rows])

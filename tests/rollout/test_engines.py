@@ -231,6 +231,15 @@ def test_engines_answer_greedily_alike_before_and_after_updates(
     assert len(seen) > 1  # the updates changed the answers
 
 
+def test_prompts_that_do_not_fit_into_a_batch_together(engine: Engine, prompts: list[Prompt], reference: Any) -> None:
+    """A batch of 512 positions ends within the last of these prompts, of which no token is sampled in that batch."""
+    many = [prompts[2]] * 5
+    assert 512 < sum(len(prompt.token_ids) for prompt in many) < 5 * 256
+    for prompt, completion in zip(many, generate(engine, many, range(5), Sampling(max_tokens=8)), strict=True):
+        reported = torch.tensor(completion.rollout_logprobs)
+        torch.testing.assert_close(trainer_logprobs(reference, prompt, completion, 1.0), reported, rtol=0, atol=1e-4)
+
+
 def test_a_request_over_the_context_is_refused(engine: Engine, prompts: list[Prompt]) -> None:
     with pytest.raises(ValueError, match="over max_model_len=256"):
         generate(engine, [prompts[2]], [0], Sampling(max_tokens=250))
