@@ -64,9 +64,10 @@ mutate: $(READY) ## Mutation testing of the objective (docs/mutation.md)
 docs: $(READY) ## Write docs/settings.md anew from the schema
 	@$(BIN)/python -m rlpost.config.reference
 
-lint: $(READY) ## Check style, formatting, the import contracts and the declared dependencies
+lint: $(READY) ## Check style, formatting, types, the import contracts and the declared dependencies
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/basedpyright
 	@$(BIN)/lint-imports
 	@$(BIN)/deptry .
 

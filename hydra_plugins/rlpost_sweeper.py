@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlpost.cluster import node, process
 from rlpost.config.build import conf_dir, prepare, resolve_paths
+from rlpost.config.nodes import as_dict
 from rlpost.config.validation import validate
 from rlpost.errors import UserError
 from rlpost.record import provenance
@@ -131,7 +132,7 @@ class ArmsSweeper(Sweeper):
         sweep = cfg.sweep
         name = str(cfg.name)
         if sweep.arms:
-            jobs = named_arms(OmegaConf.to_container(sweep.arms), list(sweep.seeds), arguments)
+            jobs = named_arms(as_dict(sweep.arms), list(sweep.seeds), arguments)
         else:
             jobs = choices(arguments, self._context.config_loader, name, cfg.seed)
         resolve_paths(cfg)
@@ -163,7 +164,7 @@ class ArmsSweeper(Sweeper):
         arm = tuple(override for override in job.overrides if not override.startswith("seed="))
         if arm not in self._composed:
             composed = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
-            self._composed[arm] = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+            self._composed[arm] = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
         self._composed[arm].seed = job.seed
         return self._composed[arm]
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,13 +21,17 @@ from rlpost.config.build import (
 )
 from rlpost.config.schema import Config
 from rlpost.data.mixture import named
+from rlpost.data.packing import Layout
 from rlpost.data.prompts import PromptFormat
 from rlpost.data.stream import PromptStream
+from rlpost.data.tasks import Task
 from rlpost.data.vision import Vision
+from rlpost.environments.protocol import Environment
 from rlpost.errors import UserError
 from rlpost.evaluate import Correctness, Evaluator
 from rlpost.loop import Loop
 from rlpost.models.sources import (
+    ModelSource,
     context_of,
     end_token_ids,
     load_processor,
@@ -35,6 +39,7 @@ from rlpost.models.sources import (
     placeholder_token_ids,
     takes_images,
 )
+from rlpost.objective.advantages import Advantage
 from rlpost.objective.matmul import has_bfloat16
 from rlpost.objective.objective import Objective
 from rlpost.record import provenance
@@ -52,6 +57,7 @@ from rlpost.trainer import model as trainer_model
 from rlpost.trainer.advantages import StepAdvantages
 from rlpost.trainer.checkpoint import Checkpoints
 from rlpost.trainer.lora import WithoutAdapters, add_adapters
+from rlpost.trainer.optimizer import OptimizerFactory
 from rlpost.trainer.policy import Policy
 from rlpost.types import Prompt, Stateful
 
@@ -97,7 +103,7 @@ def assemble(run: RunDir, stop_requested: Callable[[], bool]) -> Loop:
     checkpoints = Checkpoints(run.path / "checkpoints", settings.checkpoint.keep)
     reward = _reward(settings)
     model = _model(settings)
-    environment = build(settings.environment) if settings.environment else None
+    environment: Environment | None = build(settings.environment) if settings.environment else None
     sampling = Sampling.from_settings(settings.rollout, placeholder_token_ids(model.directory))
     prompts = _prompts(settings, model, sampling, getattr(environment, "tools", ()))
     reward.wait_until_ready()
@@ -174,7 +180,7 @@ def _reward(settings: Config) -> RewardSum:
 
 
 def _model(settings: Config) -> Model:
-    source = build(settings.model)
+    source: ModelSource = build(settings.model)
     directory = source.directory()
     tokenizer = load_tokenizer(directory, source.trust_remote_code)
     vision = Vision(load_processor(directory, source.trust_remote_code)) if takes_images(directory) else None
@@ -186,7 +192,7 @@ def _model(settings: Config) -> Model:
 
 
 def _prompts(settings: Config, model: Model, sampling: Sampling, tools: Any) -> Prompts:
-    task = build(settings.task)
+    task: Task = build(settings.task)
     data = task.load()
     prompt_format = PromptFormat(**asdict(settings.prompt))
 
@@ -213,13 +219,13 @@ def _objective(settings: Config) -> Objective:
 
 
 def _policy(settings: Config, model: Model, sampling: Sampling, prompts: Prompts) -> Policy:
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(settings.seed)  # pyright: ignore[reportUnknownMemberType] - torch leaves its seed untyped
     trainer, algorithm = settings.trainer, settings.algorithm
     distributed.split_context(trainer.context_parallel)
     mesh = distributed.sharding_mesh(trainer.replicas)
 
     def load(checkpointing: bool) -> trainer_model.PolicyModel:
-        language_model = trainer_model.load(model.directory, trainer.layout, model.trust_remote_code)
+        language_model = trainer_model.load(model.directory, cast(Layout, trainer.layout), model.trust_remote_code)
         if trainer.lora.rank:
             add_adapters(language_model, trainer.lora)
         own = replace(trainer, activation_checkpointing=checkpointing)
@@ -229,6 +235,7 @@ def _policy(settings: Config, model: Model, sampling: Sampling, prompts: Prompts
     reference = None
     if algorithm.kl.needs_reference:
         reference = WithoutAdapters(trained) if trainer.lora.rank else load(checkpointing=False)
+    optimizer: OptimizerFactory = build(settings.optimizer)
     num_optimizer_steps = settings.steps * algorithm.num_mini_batches * algorithm.num_epochs
     if trainer.precision == "bfloat16" and distributed.device().type == "cpu" and not has_bfloat16():
         log.warning("this CPU has no bfloat16 instructions: trainer.precision=float32 is several times as fast on it")
@@ -236,7 +243,7 @@ def _policy(settings: Config, model: Model, sampling: Sampling, prompts: Prompts
         trained,
         reference,
         _objective(settings),
-        build(settings.optimizer)(trained.parameters(), num_optimizer_steps),
+        optimizer(trained.parameters(), num_optimizer_steps),
         algorithm,
         micro_batch_tokens=trainer.micro_batch_tokens,
         max_completion_tokens=settings.rollout.max_tokens,
@@ -257,8 +264,8 @@ def _max_logprob_diff(settings: Config, sampling: Sampling, prompts: Prompts) ->
     return bound
 
 
-def _engine(settings: Config, model: Model, environment: Any) -> Engine:
-    engine = build(
+def _engine(settings: Config, model: Model, environment: Environment | None) -> Engine:
+    engine: Engine = build(
         settings.rollout.engine,
         directory=model.directory,
         end_token_ids=model.end_tokens,
@@ -289,7 +296,8 @@ def _advantages(settings: Config, policy: Policy) -> StepAdvantages:
     algorithm = settings.algorithm
     each = algorithm.multi_reward == "normalize_then_sum"
     weights = [node.weight for node in reward_nodes(settings).values()]
-    return StepAdvantages(build(algorithm.advantage), policy, algorithm.kl.reward_coef, weights if each else None)
+    advantage: Advantage = build(algorithm.advantage)
+    return StepAdvantages(advantage, policy, algorithm.kl.reward_coef, weights if each else None)
 
 
 def _tracker(run: RunDir, settings: Config, mlflow_run_id: str | None) -> Tracker | None:

@@ -23,7 +23,7 @@ class Example:
 
     messages: tuple[Mapping[str, str], ...]  # chat messages: {"role": ..., "content": ...}
     answer: str | None  # the gold answer, None where the task has none
-    columns: Mapping[str, Any] = field(default_factory=dict)  # everything else rewards may want
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])  # everything else rewards may want
     task: str = ""  # the task it is from, as in eval/<task>/accuracy
     images: tuple[
         str | bytes, ...
@@ -38,7 +38,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # what the engine continues and the trainer conditions on
     text: str  # the same, as text
     completion_prefix: str = ""  # the end of `text` that belongs to the answer (and is not trained on)
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # settings of its own, in place of the run's
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])  # settings of its own, in place of the run's
     group_id: int = -1  # given when the prompt is drawn; unique in the run, never derived from the text
     unexpanded_ids: tuple[int, ...] = ()  # with images: `token_ids` before the processor wrote each as a run of tokens
 

@@ -75,7 +75,7 @@ def main(run_dir: str, meeting: str | None = None) -> int:
             _finish(run, loop, tracker, evaluation)
         return 0
     except Interrupted:
-        _end(run, tracker, "interrupted", "KILLED", step=loop.step)
+        _end(run, tracker, "interrupted", "KILLED", step=loop.step if loop else 0)
         return 130
     except KeyboardInterrupt:
         _end(run, tracker, "interrupted", "KILLED")
@@ -130,7 +130,7 @@ def _finish(run: RunDir, loop: Loop, tracker: Tracker, evaluation: dict[str, flo
         "mlflow_run_id": tracker.mlflow_run_id,
     }
     run.write_result(result)
-    run.set_state("finished", step=loop.step)
+    run.set_state("finished", step=loop.step if loop else 0)
     tracker.close("FINISHED", [run.path / "result.json", run.path / "metrics.jsonl"])
     shown = {k: v for k, v in result.items() if v is not None}
     progress.say("")

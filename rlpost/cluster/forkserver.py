@@ -197,7 +197,7 @@ class _Server:
         except BaseException:
             traceback.print_exc()
         finally:  # what an interpreter does at its end, but for taking every object apart
-            threading._shutdown()
+            threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - it is CPython's own
             atexit._run_exitfuncs()
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()

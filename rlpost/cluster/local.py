@@ -45,6 +45,7 @@ class Local:
         """Run to the end. Returns: the workers' exit code. SIGINT and SIGTERM are passed on, once each."""
         count = self._num_processes()
         ranks: list[Process] = []
+        codes: Mapping[int, int] = {}
         with signals_passed_on(lambda number: [rank.send_signal(number) for rank in ranks]) as signals:
             for restarts_left in range(self.max_restarts, -1, -1):
                 ranks[:] = self._start(run_dir, count)

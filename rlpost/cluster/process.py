@@ -51,16 +51,20 @@ _MOST_SERVERS = 128
 _started: list["subprocess.Popen[bytes]"] = []  # servers, by this process
 
 
-class Process(Protocol):
-    """A started process, with the methods of subprocess.Popen that are used."""
-
-    pid: int
+class Watched(Protocol):
+    """A process here or elsewhere that can be asked for its exit code, and sent signals."""
 
     def poll(self) -> int | None: ...
 
-    def wait(self, timeout: float | None = None) -> int: ...
-
     def send_signal(self, sig: int) -> None: ...
+
+
+class Process(Watched, Protocol):
+    """A process of this machine, with the methods of subprocess.Popen that are used."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 def start(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rlpost.cluster.process import Process
+from rlpost.cluster.process import Watched
 from rlpost.record.status import RunStatus
 
 LOST_PEERS = 75  # exit code of a rank that failed because others were gone
@@ -17,7 +17,7 @@ POLL_S = 0.02
 WRONG, INTERRUPTED = 2, 130
 
 
-def watch(ranks: Sequence[Process], grace_s: float = GRACE_S, poll_s: float = POLL_S) -> dict[int, int]:
+def watch(ranks: Sequence[Watched], grace_s: float = GRACE_S, poll_s: float = POLL_S) -> dict[int, int]:
     """Wait until every rank has ended. Once one has failed the others are asked to stop, and killed after a grace time.
 
     Returns: the exit codes by rank, without those of ranks that were ended from here.
@@ -45,7 +45,7 @@ def watch(ranks: Sequence[Process], grace_s: float = GRACE_S, poll_s: float = PO
         time.sleep(poll_s)
 
 
-def _send(number: signal.Signals, ranks: Sequence[Process], sent: set[int]) -> None:
+def _send(number: signal.Signals, ranks: Sequence[Watched], sent: set[int]) -> None:
     sent.add(number)
     for rank in ranks:
         rank.send_signal(number)

@@ -3,6 +3,7 @@
 The run directory must be on a file system that all nodes share.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -59,12 +60,12 @@ class Ray:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         try:
-            ray.init(address=self.address, log_to_driver=True, logging_level="ERROR")
+            ray.init(address=self.address, log_to_driver=True, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise UserError(f"cluster.address={self.address}: {str(error).splitlines()[0]}") from error
         try:
             bundle = {"CPU": self.cpus_per_process, **({"GPU": self.gpus_per_process} if self.gpus_per_process else {})}
-            group = ray.util.placement_group([bundle] * self.num_processes, strategy=self.strategy)
+            group = ray.util.placement_group([dict[str, float](bundle)] * self.num_processes, strategy=self.strategy)
             if not group.wait(self.placement_timeout_s):
                 raise UserError(
                     f"cluster=ray: no room for {self.num_processes} x {bundle} ({self.strategy}) within "
@@ -75,7 +76,7 @@ class Ray:
                 actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
                 for index in range(self.num_processes)
             ]
-            places = ray.get([rank.place.remote() for rank in ranks])
+            places = ray.get([rank.place.remote() for rank in ranks])  # pyright: ignore[reportFunctionMemberAccess] - ray adds it
             address, port = places[0]
             seen: Counter[str] = Counter()
             for number, (rank, (host, _)) in enumerate(zip(ranks, places, strict=True)):
@@ -87,7 +88,7 @@ class Ray:
                     "MASTER_PORT": str(port),
                 }
                 seen[host] += 1
-                ray.get(rank.start.remote(str(run_dir), self.cpus_per_process, variables))
+                ray.get(rank.start.remote(str(run_dir), self.cpus_per_process, variables))  # pyright: ignore[reportFunctionMemberAccess] - ray adds it
             started = [_Remote(rank) for rank in ranks]
             with signals_passed_on(lambda number: [rank.send_signal(number) for rank in started]):
                 codes = watch(started, poll_s=POLL_S)

@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def _main() -> int:
-    parser = argparse.ArgumentParser(prog="rlpost-compare", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="rlpost-compare", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument(

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _main() -> int:
-    parser = argparse.ArgumentParser(prog="rlpost-export", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="rlpost-export", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("out", type=Path, help="a directory that is not there yet, or is empty")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")

@@ -105,7 +105,7 @@ def _number(value: float) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="rlpost-plan", description=__doc__.splitlines()[0])
+    made = argparse.ArgumentParser(prog="rlpost-plan", description=(__doc__ or "").splitlines()[0])
     made.add_argument("overrides", nargs="*", help="of the configuration, as rlpost takes them")
     made.add_argument("--gpus", type=int, required=True)
     made.add_argument("--gpu", choices=list(GPUS), required=True)

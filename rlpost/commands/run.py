@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.cluster.process import family
+from rlpost.cluster.protocol import Cluster
 from rlpost.config.build import build, conf_dir, prepare, resolve_paths, schema
 from rlpost.config.explain import explain
 from rlpost.config.schema import Config
@@ -107,7 +108,8 @@ def _job(cfg: DictConfig) -> float | None:
     else:
         run.set_state("starting")  # a resumed run's last state is not this one's
         try:
-            code = build(cfg.cluster).launch(run.path)
+            cluster: Cluster = build(cfg.cluster)
+            code = cluster.launch(run.path)
         except UserError as error:  # no such cluster, or no room on it
             run.set_state("failed", error=str(error), kind="configuration")
             raise
@@ -163,6 +165,7 @@ def _resumed(output_dir: Path, overrides: Sequence[str]) -> tuple[RunDir, DictCo
     if not run.has_run:
         raise UserError(f"run_dir={run.path}: there is no run to resume")
     cfg = OmegaConf.merge(schema(), run.config())
+    assert isinstance(cfg, DictConfig)
     changes = [
         o
         for o in OverridesParser.create().parse_overrides(list(overrides))
@@ -179,5 +182,5 @@ def _resumed(output_dir: Path, overrides: Sequence[str]) -> tuple[RunDir, DictCo
     cfg.resume = True
     cfg.run_dir = str(run.path)
     prepare(validate(cfg))
-    run.write_config(cfg, [*run.overrides(), *(change.input_line for change in changes)])
+    run.write_config(cfg, [*run.overrides(), *(str(change.input_line) for change in changes)])
     return run, cfg

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _main() -> int:
-    parser = argparse.ArgumentParser(prog="rlpost-view", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="rlpost-view", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--steps", help="as in 1,5-10; default: as many as fit on a page, evenly spread")
     parser.add_argument("--out", type=Path, help="the page; default: RUN_DIR/completions.html")

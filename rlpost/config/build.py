@@ -4,10 +4,10 @@ Imports no torch.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import instantiate
@@ -23,16 +23,15 @@ def schema() -> DictConfig:
     """The schema as OmegaConf has it. Overrides may set any key of a plug-in point: its target says which there are."""
     made = OmegaConf.structured(Config)
 
-    def open_nodes(section: DictConfig) -> None:
-        for key in section:
-            value = section._get_node(key)
-            if isinstance(value, DictConfig):
-                if OmegaConf.get_type(value) is dict or value._is_none():
-                    value._set_flag("struct", False)
-                else:
-                    open_nodes(value)
+    def open_nodes(section: DictConfig, kind: type) -> None:
+        hints = get_type_hints(kind)
+        for field in fields(kind):
+            if is_dataclass(hints[field.name]):
+                open_nodes(section[field.name], hints[field.name])
+            elif isinstance(value := section.get(field.name), DictConfig):
+                OmegaConf.set_struct(value, False)
 
-    open_nodes(made)
+    open_nodes(made, Config)
     return made
 
 
@@ -73,10 +72,16 @@ def build(node: Mapping[str, Any], **injected: Any) -> Any:
 
 def _targets(node: Any) -> Iterator[str]:
     """The targets of a node and of all nodes inside it."""
-    if isinstance(node, Mapping) and "_target_" in node:
-        yield str(node["_target_"])
-    for inner in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
-        yield from _targets(inner)
+    inner: Iterable[Any] = ()
+    if isinstance(node, Mapping):
+        own = cast(Mapping[str, Any], node)
+        if "_target_" in own:
+            yield str(own["_target_"])
+        inner = own.values()
+    elif isinstance(node, list):
+        inner = cast(list[Any], node)
+    for value in inner:
+        yield from _targets(value)
 
 
 def build_metric(name: str, given: Any) -> Any:
@@ -106,7 +111,7 @@ def correct_function(settings: Config) -> str:
 def correct_function_by_task(settings: Config) -> dict[str, str]:
     """The first function that applies, for each task of a mixture that `correct_function` does not apply to."""
     nodes, default = reward_nodes(settings), correct_function(settings)
-    found = {}
+    found: dict[str, str] = {}
     for task in settings.task.get("tasks") or ():
         applying = [name for name, node in nodes.items() if node.tasks is None or task in node.tasks]
         if applying and default not in applying:
@@ -150,7 +155,7 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in node.items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            found |= flat(cast(dict[str, Any], value), f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -45,9 +45,14 @@ class PluginNode:
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """The target's own settings and its `_target_`, as plain values."""
-        plain = OmegaConf.to_container(self.config, resolve=True)
-        assert isinstance(plain, dict)
-        return {str(name): value for name, value in plain.items() if name not in self.beside}
+        return {name: value for name, value in as_dict(self.config).items() if name not in self.beside}
+
+
+def as_dict(node: Any, resolve: bool = True) -> dict[str, Any]:
+    """A mapping of OmegaConf as plain values, interpolations resolved or as they stand."""
+    plain = OmegaConf.to_container(node, resolve=resolve)
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in cast(dict[Any, Any], plain).items()}
 
 
 def plugin_nodes(cfg: DictConfig) -> list[PluginNode]:

@@ -3,7 +3,7 @@
 import difflib
 import math
 from dataclasses import MISSING, Field, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 
 class Range(Protocol):
@@ -101,7 +101,8 @@ def setting(default: Any, meaning: str, range: Range | None = None) -> Any:
     """
     metadata = {"meaning": meaning, "range": range}
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
+        copied = cast(list[Any] | dict[Any, Any], default)
+        return field(default_factory=copied.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

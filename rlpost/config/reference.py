@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from rlpost.config.build import conf_dir
-from rlpost.config.nodes import INJECTED, NAMED, SINGLE
+from rlpost.config.nodes import INJECTED, NAMED, SINGLE, as_dict
 from rlpost.config.ranges import OneOf, Range, default_of, meaning_of, range_of
 from rlpost.config.schema import MISSING, Config, Node, RewardConfig
 from rlpost.config.source import UNKNOWN, Definition, Parameter
@@ -109,13 +109,13 @@ def _nodes(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
             yield path, node
         else:
             for name in node:
-                yield from _nodes(node._get_node(name), f"{path}.{name}")
+                if not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, str(name)):
+                    yield from _nodes(node[name], f"{path}.{name}")
 
 
 def _given(node: DictConfig) -> str:
     """The settings that a choice gives beside its target."""
-    plain = OmegaConf.to_container(node)
-    assert isinstance(plain, dict)
+    plain = as_dict(node, resolve=False)
     given = ", ".join(f"{name}={value}" for name, value in plain.items() if name != "_target_" and value != MISSING)
     return f"(`{given}`)" if given else ""
 
@@ -161,7 +161,7 @@ def _values(range_: Range | None) -> str:
 
 def _value(value: Any) -> str:
     """A value as YAML has it."""
-    plain = list(value) if isinstance(value, tuple) else value
+    plain = list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
     return f"`{yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix(chr(10)).removesuffix('...').strip()}`"
 
 

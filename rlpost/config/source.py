@@ -34,7 +34,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict[str, Parameter])
     takes_any_keyword: bool = False
 
 
@@ -117,7 +117,8 @@ def literal(expression: ast.expr) -> Any:
         options = {keyword.arg: keyword.value for keyword in expression.keywords}
         factory = options.get("default_factory")
         if factory is not None:
-            return {"dict": {}, "list": [], "tuple": ()}.get(ast.unparse(factory), UNKNOWN)
+            made: dict[str, Any] = {"dict": {}, "list": [], "tuple": ()}
+            return made.get(ast.unparse(factory).split("[")[0], UNKNOWN)
         return literal(options["default"]) if "default" in options else UNKNOWN
     if isinstance(expression, ast.BinOp):  # 2**30
         operands = literal(expression.left), literal(expression.right)

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from rlpost.config.ranges import RANGES, OneOf, Range
 from rlpost.config.source import UNKNOWN, Definition, find
@@ -17,7 +17,8 @@ def definition_of(target: str, key: str) -> Definition | None:
 
     Raises: UserError naming `key` where there is no such class or function.
     """
-    return find(*target.rpartition(".")[::2], f"{key}._target_")
+    module_name, _, name = target.rpartition(".")
+    return find(module_name, name, f"{key}._target_")
 
 
 def constant_of(target: str, name: str, default: Any) -> Any:
@@ -110,8 +111,12 @@ def _fits(value: Any, option: ast.expr) -> bool | None:
             return value in choices
         elements = option.slice.elts if isinstance(option.slice, ast.Tuple) else [option.slice]
         if ast.unparse(option.value) == "tuple" and not any(isinstance(e, ast.Constant) for e in elements):
-            is_list = isinstance(value, list | tuple) and len(value) == len(elements)
-            return is_list and all(mismatch(v, e) is None for v, e in zip(value, elements, strict=True))
+            if not isinstance(value, list | tuple):
+                return False
+            values = cast(list[Any], value)
+            if len(values) != len(elements):
+                return False
+            return all(mismatch(v, e) is None for v, e in zip(values, elements, strict=True))
         return None
     simple = SIMPLE_TYPES.get(ast.unparse(option))
     if simple is None:

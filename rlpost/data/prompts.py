@@ -70,11 +70,12 @@ class PromptFormat(PromptConfig):
         # The template writes the special tokens itself; adding them again would double the BOS. Plain text
         # gets those the tokenizer adds to any text.
         settings = {"return_attention_mask": False, "return_token_type_ids": False}
+        ids: list[list[int]] = []
         if without_images:  # one call: four fifths of a call's time are its own
             ids = _plain(tokenizer)(without_images, add_special_tokens=self.template == "plain", **settings)[
                 "input_ids"
             ]
-        plain = iter(ids if without_images else [])
+        plain = iter(ids)
         for text, example in zip(texts, examples, strict=True):
             if not example.images:
                 yield text, next(plain), []

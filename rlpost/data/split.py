@@ -27,7 +27,7 @@ def disjoint(train: Iterable[Example], held_out: Sequence[Example]) -> TaskData:
 
 def split(examples: Sequence[Example], num_held_out: int, seed: int) -> TaskData:
     """Hold out `num_held_out` distinct prompts, drawn by `seed`; the order of the rest is kept."""
-    first_of: dict[str, int] = {}
+    first_of: dict[tuple[str, tuple[str | bytes, ...]], int] = {}
     for index, example in enumerate(examples):
         first_of.setdefault(_asked(example), index)
     if num_held_out >= len(first_of):

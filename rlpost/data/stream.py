@@ -86,7 +86,7 @@ def rising(examples: Sequence[Example], column: str) -> list[int]:
 
     Raises: UserError if an example has none, or they cannot be ordered.
     """
-    values = [example.columns.get(column) for example in examples]
+    values: list[Any] = [example.columns.get(column) for example in examples]
     for value, example in zip(values, examples, strict=True):
         if value is None:
             have = ", ".join(example.columns) or "none"

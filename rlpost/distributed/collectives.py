@@ -26,7 +26,8 @@ class RankGroup:
 
     def __init__(self, size: int) -> None:
         self.index = rank() % size if size > 1 else 0
-        self._group = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
+        group = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
+        self._group = group if isinstance(group, dist.ProcessGroup) else None
 
     def gather(self, item: T) -> list[T]:
         """Each rank's object, in order, on each of them."""
@@ -59,7 +60,9 @@ def any_rank(flag: bool) -> bool:
     return bool(sum_over_ranks({"flag": float(flag)})["flag"])
 
 
-def _reduce(values: Mapping[str, float], op: dist.ReduceOp, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+def _reduce(
+    values: Mapping[str, float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     names = sorted(values)
     tensor = torch.tensor([values[name] for name in names], dtype=torch.float64)
     dist.all_reduce(tensor, op=op, group=group)
@@ -115,9 +118,9 @@ def broadcast_from_main(item: T) -> T:
     return box[0]
 
 
-def share_of(items: list[T]) -> list[T]:
+def share_of(items: Sequence[T]) -> list[T]:
     """This rank's part of a list that every rank holds: every world-size-th item."""
-    return items[rank() :: world_size()]
+    return list(items[rank() :: world_size()])
 
 
 def balanced(rollouts: Sequence[Rollout]) -> list[Rollout]:

@@ -33,7 +33,9 @@ class _Transpose(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes as many as there are
+        ctx: Any, grad: Tensor
+    ) -> Tensor:
         return _Transpose.apply(grad.contiguous())
 
 
@@ -57,5 +59,7 @@ class _GatherTokens(torch.autograd.Function):
         return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes as many as there are
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None]:
         return grad[ctx.own], None

@@ -64,7 +64,7 @@ class Link:
         tensor = tensor.to(device())
         if self._group is None:
             raise RuntimeError("the link is closed")
-        self._group.broadcast(tensor, 0).wait()
+        self._group.broadcast(tensor, 0).wait()  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
         return tensor
 
 

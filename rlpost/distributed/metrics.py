@@ -16,13 +16,13 @@ def over_ranks(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     for name, metric in metrics.items():
         match metric:
             case Sum(total):
-                parts[name] = total
+                parts[name] = float(total)
             case Mean(total, weight):
-                parts[name], parts[f"{name}/weight"] = total, weight
+                parts[name], parts[f"{name}/weight"] = float(total), float(weight)
             case Max(value):
-                largest[name] = value
+                largest[name] = float(value)
             case Min(value):
-                largest[name] = -value
+                largest[name] = -float(value)
     parts, largest = sum_over_data(parts), max_over_ranks(largest)
     reduced: dict[str, Metric] = {}
     for name, metric in metrics.items():

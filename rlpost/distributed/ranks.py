@@ -125,4 +125,6 @@ def sharding_mesh(replicas: int = 1) -> DeviceMesh:
 @lru_cache(maxsize=1)
 def side_group() -> dist.ProcessGroup:
     """A second gloo group of all ranks, for threads beside the trainer."""
-    return dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    return group

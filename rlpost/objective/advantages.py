@@ -7,7 +7,7 @@ the baseline is the group's.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ class BetaNormalized:
             raise ValueError(f"max_weight must be over 0, not {self.max_weight}")
         if (self.alpha is None) != (self.beta is None):
             raise ValueError("alpha and beta are set together, or neither")
-        if self.alpha is not None and not (self.alpha >= 1 and self.beta >= 1):
+        if self.alpha is not None and self.beta is not None and not (self.alpha >= 1 and self.beta >= 1):
             raise ValueError(f"alpha and beta must be at least 1, not {self.alpha} and {self.beta}")
 
     def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -210,9 +210,9 @@ def normalize_then_sum(advantage: Advantage, rewards: Tensor, weights: Sequence[
 def _groups(rewards: Tensor, group_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each group's members to which a reward applies: a mask [N] and their rewards, float64."""
     applies = ~torch.isnan(rewards)
-    for group in torch.unique(group_ids):
-        members = (group_ids == group) & applies
-        if members.any():
+    for group in sorted(set(cast(Any, group_ids).tolist())):
+        members: Tensor = (group_ids == group) & applies
+        if bool(members.any()):
             yield members, rewards[members].double()
 
 

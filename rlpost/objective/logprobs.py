@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def token_logprobs(
     """
     rows = max(1, chunk_entries // head.shape[0])
     num_kept = kept_entries // head.shape[0] if torch.is_grad_enabled() else 0
-    return _TokenLogprobs.apply(hidden, head, targets, distribution, rows, num_kept)
+    return cast(Any, _TokenLogprobs).apply(hidden, head, targets, distribution, rows, num_kept)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -121,7 +121,9 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes as many as there are
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, head, targets, largest, total, entropy, *kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_head = torch.empty_like(head) if len(targets) else torch.zeros_like(head)

@@ -86,7 +86,7 @@ def joined(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
                 raise TypeError(
                     f"{name} is a {type(before).__name__} in one part and a {type(metric).__name__} in another"
                 )
-            whole[name] = _floats(metric) if before is None else before + metric  # type: ignore[operator]
+            whole[name] = _floats(metric) if before is None else before + metric  # pyright: ignore[reportOperatorIssue] - one kind
     return whole
 
 

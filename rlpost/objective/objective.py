@@ -38,7 +38,7 @@ class Objective:
 
     loss: Loss = field(default_factory=ClippedLoss)
     reducer: Reducer = field(default_factory=SequenceMean)
-    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    corrections: Mapping[str, Correction] = field(default_factory=dict[str, Correction])
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
 

@@ -7,7 +7,7 @@ still counts in N.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class ConstantDivisor:
     divisor: Annotated[float, Above(0)] | Literal["max_tokens"] = 1000
 
     def __post_init__(self) -> None:
-        if self.divisor != "max_tokens" and not (isinstance(self.divisor, int | float) and self.divisor > 0):
+        if self.divisor != "max_tokens" and not self.divisor > 0:
             raise ValueError(f"divisor must be over zero, or max_tokens, not {self.divisor}")
 
     def __call__(self, tokens: TokenView, totals: StepTotals) -> Tensor:
@@ -121,7 +121,7 @@ class FunctionReducer:
         )
         x = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
         (gradient,) = torch.autograd.grad(self._number(reduce(x)), x, allow_unused=True)
-        gradient = torch.zeros_like(x) if gradient is None else gradient
+        gradient = torch.zeros_like(x) if cast(Tensor | None, gradient) is None else gradient
         # Signs and sizes differ from token to token, and both signs of it are tried: only a linear function passes.
         probe = torch.sin(torch.arange(sum(lengths), dtype=torch.float64) * 1.7 + 0.3)
         for point in (probe, -2 * probe):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rlpost.errors import UserError
 
@@ -104,7 +104,7 @@ def figured(
 
     Raises: UserError for a figure that is missing or not over 0.
     """
-    figures = {**GPUS[gpu], **{name: value for name, value in given.items() if value is not None}}
+    figures: dict[str, Any] = {**GPUS[gpu], **{name: value for name, value in given.items() if value is not None}}
     if gpus == 1:
         figures |= {"link-gb-s": 1.0, "network-gb-s": 1.0}  # nobody to talk to
     for name, (_, words) in OPTIONS.items():
@@ -113,9 +113,8 @@ def figured(
         values = figures[name].values() if isinstance(figures[name], Mapping) else [figures[name]]
         if min(values) < 0 or (min(values) == 0 and name not in MAY_BE_ZERO):
             raise UserError(f"--{name} {figures[name]}: expected a number over 0")
-    peaks = figures.pop("peak-tflops")
-    if not isinstance(peaks, Mapping):
-        peaks = dict.fromkeys((precision, engine), peaks)
+    peak: Any = figures.pop("peak-tflops")
+    peaks = cast(Mapping[str, float], peak if isinstance(peak, Mapping) else dict.fromkeys((precision, engine), peak))
     value = {name: OPTIONS[name][0] * figure for name, figure in figures.items()}
     unit = OPTIONS["peak-tflops"][0]
     return Machine(

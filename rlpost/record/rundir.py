@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.config.build import typed
+from rlpost.config.nodes import as_dict
 from rlpost.config.schema import Config
 from rlpost.errors import UserError
 from rlpost.record.status import RunStatus, replace_file
@@ -31,12 +32,12 @@ class RunDir(RunStatus):
 
     def write_config(self, cfg: DictConfig, overrides: Sequence[str]) -> None:
         replace_file(self.path / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(overrides))))
-        own = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "sweep"])
+        own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "sweep"])
         replace_file(self.path / "config.yaml", OmegaConf.to_yaml(own, resolve=True))
 
     def config(self) -> dict[str, Any]:
         """The content of config.yaml, as plain values."""
-        return OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
+        return as_dict(OmegaConf.load(self.path / "config.yaml"))
 
     def settings(self) -> Config:
         """The run's settings.
@@ -46,7 +47,7 @@ class RunDir(RunStatus):
         if not self.has_run:
             raise UserError(f"{self.path}: not a run directory (no config.yaml)")
         try:
-            return typed(OmegaConf.load(self.path / "config.yaml"))
+            return typed(OmegaConf.create(self.config()))
         except OmegaConfBaseException as error:
             raise UserError(
                 f"{self.path / 'config.yaml'}: {str(error).splitlines()[0]}; another version wrote it"

@@ -55,7 +55,7 @@ class MathReward(AnswerReward):
         # In other threads there are no signals to end it; the scoring process is then ended as a whole.
         limit = self.seconds if threading.current_thread() is threading.main_thread() else None
         listed = re.sub(r"\s+(?:or|and)\s+", ", ", text)
-        return parse(f"${listed}$", EXTRACTION, "no_fallback", "first_match", parsing_timeout=limit)
+        return parse(f"${listed}$", EXTRACTION, "no_fallback", "first_match", limit)  # pyright: ignore[reportArgumentType] - None is none
 
     def verified(self, gold: list[Any], found: list[Any]) -> bool:
         limit = self.seconds if threading.current_thread() is threading.main_thread() else None

@@ -69,17 +69,18 @@ class _Process:
         """Raises: CallError, WrongLengthError."""
         self.wait_until_ready()
         limit = self._timeout * len(arguments["completions"])
+        reply: tuple[str, Any] = ("error", (f"took over {limit:g} s and was stopped", ""))
         try:
             self._connection.send((name, dict(arguments)))
             answered = self._connection.poll(limit)
-            kind, value = (
-                self._connection.recv() if answered else ("error", (f"took over {limit:g} s and was stopped", ""))
-            )
+            if answered:
+                reply = self._connection.recv()
         except (EOFError, OSError):
-            answered, kind, value = False, "error", (f"ended its process ({self._exit()})", "")
+            answered, reply = False, ("error", (f"ended its process ({self._exit()})", ""))
         if not answered:
             self.kill()
             self._start()
+        kind, value = reply
         if kind == "error":
             raise CallError(*value)
         if kind == "length":

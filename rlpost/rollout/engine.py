@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -102,16 +102,11 @@ class Engine(Protocol):
 
     What an engine can do stands in class-level constants, which are read from its source before it is imported.
 
-    Attributes:
-        samples_beside_training: its samples come from other processes, so that it works while the trainer updates.
-        guides_completions: it samples under `regex`, `json_schema` and `choice`.
-        ranks_per_replica: the name of its setting for the number of consecutive ranks that share one engine; None: each
-            rank has its own.
+    - `samples_beside_training = True`: its samples come from other processes, so that it works while the trainer updates.
+    - `guides_completions = True`: it samples under `regex`, `json_schema` and `choice`.
+    - `ranks_per_replica = "tensor_parallel"`: the name of its setting for the number of consecutive ranks that share one
+      engine; without it each rank has its own.
     """
-
-    samples_beside_training: ClassVar[bool] = False
-    guides_completions: ClassVar[bool] = False
-    ranks_per_replica: ClassVar[str | None] = None
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling

@@ -95,8 +95,8 @@ class PagedTransformersEngine(TransformersEngine):
 class _Draws(ContinuousBatchingLogitsProcessor):
     """Each request's own draw, whichever requests are in a batch with it."""
 
-    supported_kwargs: ClassVar[dict[str, type]] = {"place": int}
-    ignored_kwargs: ClassVar[tuple[str, ...]] = ()
+    supported_kwargs: ClassVar[dict[str, type]] = {"place": int}  # pyright: ignore[reportIncompatibleVariableOverride] - they are the class's there too
+    ignored_kwargs: ClassVar[tuple[str, ...]] = ()  # pyright: ignore[reportIncompatibleVariableOverride] - they are the class's there too
 
     def __init__(self, draws: Sequence[SeededDraw]) -> None:
         self._draws = draws
@@ -108,7 +108,7 @@ class _Draws(ContinuousBatchingLogitsProcessor):
         places = [request.state.logit_processor_kwargs["place"] for request in requests_with_new_token]
         return torch.tensor(places, dtype=torch.int32)
 
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the batch calls it by place
         """Rows of -1 are of prompts that do not fit into the batch as a whole: no token of theirs is sampled yet."""
         rows = zip(tensor_arg[: len(scores)].tolist(), scores.split(1), strict=True)
         return torch.cat([row if place < 0 else self._draws[place](None, row) for place, row in rows])

@@ -94,7 +94,7 @@ class Sampler:
         self._max_attempts, self._staleness = max_attempts, staleness
         self._filter, self._processing = group_filter, dict(reward_processing or {})
         self._ahead: dict[int, Future[ScoredRollouts]] = {}  # by step, of those that are not whole yet
-        self._drawn: Mapping[str, Any] = {}  # the stream's state before this step's prompts
+        self._drawn: dict[str, Any] = {}  # the stream's state before this step's prompts
         self._loaded: Future[None] | None = None  # the newest weights, taken over by the engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 

@@ -159,7 +159,7 @@ class VLLMServers:
         self._version = version
 
     def metrics(self) -> dict[str, float]:
-        counts = {
+        counts: dict[str, float] = {
             "servers": sum(server.lost is None for server in self._pool.servers),
             "retries": self._pool.num_retries,
             "moved": self._pool.num_moved,
@@ -176,6 +176,7 @@ class VLLMServers:
 
         Raises: RuntimeError if no server is left, or all are well and it fails all the same.
         """
+        reason: Exception | None = None
         for _ in range(_MAX_SENDS):
             if self._linked != self._pool.live:
                 self._pool.check(self._pool.live)  # the others would wait for one that is gone
@@ -185,6 +186,7 @@ class VLLMServers:
                 if self._linked != servers:
                     self._join(servers)
                 answers = [self._pool.begin(server, *_rpc("receive_policy")) for server in servers]
+                assert self._link is not None  # joined above
                 self._link.send(weights.items())
                 for answer in answers:
                     answer.result()
@@ -251,16 +253,16 @@ class VLLMServers:
 
     def _connect(self, deadline: float) -> None:
         """Wait for servers that are started here, and have all of them use the initial weights."""
-        own = [server for server in self._pool.servers if server.process is not None]
-        for server in own:
-            self._start(server)
-        for server in own:
+        own = [(server, server.process) for server in self._pool.servers if server.process is not None]
+        for server, process in own:
+            self._start(server, process)
+        for server, process in own:
             while (reason := self._pool.health(server)) is not None:
-                if server.process.exited() or time.monotonic() > deadline:
-                    what = server.process.exited() or f"it did not answer in time ({reason})"
+                if process.exited() or time.monotonic() > deadline:
+                    what = process.exited() or f"it did not answer in time ({reason})"
                     raise UserError(
-                        f"rollout.engine: a server did not come up: {what}: {server.process.reason()} "
-                        f"(all it printed is in {server.process.log})"
+                        f"rollout.engine: a server did not come up: {what}: {process.reason()} "
+                        f"(all it printed is in {process.log})"
                     )
                 time.sleep(0.5)
         for server in self._pool.servers:
@@ -280,9 +282,9 @@ class VLLMServers:
                     f"--enable-scale-out and --worker-extension-cls {_EXTENSION}"
                 ) from None
 
-    def _start(self, server: Server) -> None:
-        server.process.start()
-        server.url = server.process.url
+    def _start(self, server: Server, process: ServerProcess) -> None:
+        process.start()
+        server.url = process.url
         self._starts[server] = self._starts.get(server, 0) + 1
 
     def _start_again(self) -> None:
@@ -292,7 +294,7 @@ class VLLMServers:
                 continue
             if server.process.exited():
                 if self._starts[server] < _MAX_STARTS:
-                    self._start(server)
+                    self._start(server, server.process)
                     times = f"{self._starts[server] - 1} of {_MAX_STARTS - 1} times"
                     log.warning("a lost rollout server is started again as %s (%s)", server.url, times)
             elif self._pool.health(server) is None:

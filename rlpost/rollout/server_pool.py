@@ -187,10 +187,9 @@ class ServerPool:
                     running[asyncio.create_task(self._ask(server, path, bodies[place], read))] = server, place
                     busy[server] += 1
                 done, _ = await asyncio.wait([*running, *watches], return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if task in watches:
-                        self._lose(watches[task], task.result())
-                        continue
+                for watch in [watch for watch in watches if watch in done]:
+                    self._lose(watches[watch], watch.result())
+                for task in [task for task in running if task in done]:
                     server, place = running[task]
                     try:
                         deliver((place, task.result()))
@@ -210,7 +209,7 @@ class ServerPool:
 
     async def _watch(self, server: Server) -> str:
         """Returns: the fault of the server, once there is one."""
-        failed = 0
+        failed, reason = 0, None
         while failed < 3:
             await asyncio.sleep(self._health_s)
             reason = await self._health(server)
@@ -227,6 +226,7 @@ class ServerPool:
 
     async def _ask(self, server: Server, path: str, body: Body, read: Callable[[Any], T]) -> T:
         """Raises: ServerLostError; RuntimeError if the server refuses the request."""
+        reason = ""
         for attempt in range(self._retries + 1):
             if attempt:
                 self.num_retries += 1

@@ -86,15 +86,16 @@ class ServerProcess:
         """End it and the processes that it started, which outlive it where it was killed; gracefully if that is quick."""
         self.stop()
         group, process, self._group = self._group, self._process, None
+        if group is None or process is None:
+            return
         deadline = time.monotonic() + _GRACE_S
-        while group is not None and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             process.poll()  # takes note of its end
             if not _signal_group(group, 0):
                 return
             time.sleep(0.05)
-        if group is not None:
-            _signal_group(group, signal.SIGKILL)
-            process.wait()
+        _signal_group(group, signal.SIGKILL)
+        process.wait()
 
 
 def _signal_group(group: int, number: int) -> bool:

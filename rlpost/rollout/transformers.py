@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class TransformersEngine:
             order = sorted(kind, key=lambda i: len(prompts[i].token_ids))
             for start in range(0, len(order), self._batch_size):
                 chosen = order[start : start + self._batch_size]
-                batch = ([values[i] for i in chosen] for values in (prompts, seeds, own))
+                batch = [prompts[i] for i in chosen], [seeds[i] for i in chosen], [own[i] for i in chosen]
                 version = self._version
                 for number, completion in self._generate(*batch):
                     yield chosen[number], replace(completion, policy_version=version)
@@ -114,14 +115,17 @@ class TransformersEngine:
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).cpu()
         rows = zip(output[:, width:].tolist(), logprobs.tolist(), own, strict=True)
-        return enumerate(self._completion(ids[: settings.max_tokens], *rest, settings) for ids, *rest, settings in rows)
+        return enumerate(
+            self._completion(ids[: settings.max_tokens], values, settings) for ids, values, settings in rows
+        )
 
     def _restrictions(self, sampling: Sampling) -> list[LogitsProcessor]:
         """On the logits themselves, before the temperature, as vLLM orders them."""
         restrictions: list[LogitsProcessor] = []
         if sampling.biases:
             biases = {(token,): bias for token, bias in sampling.biases.items()}
-            restrictions.append(SequenceBiasLogitsProcessor(biases))
+            biased: Any = biases  # its annotation has lists, its code takes this
+            restrictions.append(SequenceBiasLogitsProcessor(biased))
         if sampling.bad_words:
             # Within a text a word is written with a blank before it, at its beginning without.
             words = {prefix + word for word in sampling.bad_words for prefix in ("", " ")}
@@ -184,7 +188,7 @@ class SeededDraw(LogitsProcessor):
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._greedy = temperature == 0
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - its base takes subclasses of Tensor
         logprobs = scores.float().log_softmax(-1)
         if self._greedy:
             noisy = logprobs

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 from unittest import mock
 
 # Read when vllm is imported. One process, threads left as the launcher set them, quiet, nothing sent home.
@@ -17,7 +17,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rlpost import distributed
@@ -101,7 +101,7 @@ class VLLMEngine:
         )
         self._llm = LLM(
             model=str(directory),
-            dtype=dtype,
+            dtype=cast(Any, dtype),  # vLLM says which there are
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             block_size=block_size,
@@ -137,7 +137,7 @@ class VLLMEngine:
         self._wake("weights", "kv_cache")
         # Blocks that earlier calls left would change which positions are computed here, and so the rounding.
         self._llm.reset_prefix_cache()
-        requests = [_request(prompt) for prompt in prompts]
+        requests: Any = [_request(prompt) for prompt in prompts]
         params = [self._params(sampling.of(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
         first, *_ = map(_number, self._llm.enqueue(requests, params, use_tqdm=False))
         engine = self._llm.llm_engine
@@ -145,9 +145,10 @@ class VLLMEngine:
             with torch.compiler.set_stance(self._stance):
                 outputs = engine.step()
             for output in outputs:
+                assert isinstance(output, RequestOutput)
                 if output.finished:
                     place = _number(output.request_id) - first
-                    check_expanded(prompts[place], output.prompt_token_ids)
+                    check_expanded(prompts[place], output.prompt_token_ids or ())
                     if 0 <= place - first_own < num_own:
                         yield place - first_own, self._completion(output.outputs[0], version)
         if self._sleeps:

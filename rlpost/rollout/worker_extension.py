@@ -23,7 +23,7 @@ class PolicyWeights:
 
     def join_link(self, address: str, port: int, place: int, size: int) -> None:
         """Args: place: the rank of this server's first worker."""
-        self._policy_link = Link(address, port, place + self.rank, size, LINK_S)
+        self._policy_link = Link(address, port, place + self.rank, size, LINK_S)  # pyright: ignore[reportAttributeAccessIssue] - it is the worker's
 
     def receive_policy(self) -> None:
         """Weights from the trainer, to keep: a transfer that breaks off leaves the model as it is."""
@@ -41,8 +41,8 @@ class PolicyWeights:
             self._policy = []
 
     def _take_over(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:
-        self.reload_weights(weights_iterator=None if weights is None else iter(weights))
-        refresh_head(self.model_runner.get_model())
+        self.reload_weights(weights_iterator=None if weights is None else iter(weights))  # pyright: ignore[reportAttributeAccessIssue] - it is the worker's
+        refresh_head(self.model_runner.get_model())  # pyright: ignore[reportAttributeAccessIssue] - it is the worker's
 
 
 def refresh_head(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from rlpost.config.build import build, conf_dir
+from rlpost.config.nodes import as_dict
 from rlpost.config.targets import check_target
 from rlpost.data.packing import pack, step_totals
 from rlpost.errors import UserError, nearest
@@ -110,7 +111,7 @@ def make_arm(spec: str) -> tuple[Any, Any]:
     advantage_node = _choice("algorithm", algorithm)["advantage"]
     if "_target_" not in advantage_node:
         advantage_node = {**_choice("algorithm", "grpo")["advantage"], **advantage_node}
-    reducer_node = {**_choice("reducer", reducer), **OmegaConf.to_container(OmegaConf.from_dotlist(settings))}
+    reducer_node = {**_choice("reducer", reducer), **as_dict(OmegaConf.from_dotlist(settings))}
     check_target(reducer_node, f"reducer {reducer}")
     return build(advantage_node), build(reducer_node)
 
@@ -119,7 +120,7 @@ def _choice(group: str, name: str) -> dict[str, Any]:
     files = {file.stem: file for file in (conf_dir() / group).glob("*.yaml")}
     if name not in files:
         raise UserError(f"{group}={name}: there is no such choice{nearest(name, files)}")
-    return OmegaConf.to_container(OmegaConf.load(files[name]), resolve=False)
+    return as_dict(OmegaConf.load(files[name]), resolve=False)
 
 
 def table(arms: Sequence[Arm]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from rlpost.sweep.arms import Plan
@@ -107,7 +108,7 @@ def _colors(count: int) -> list[tuple[float, ...]]:
     """Black for the first arm, then colours that the colour-blind can tell apart (Tol's bright set), then more."""
     bright = ["#000000", "#4477aa", "#ee6677", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#999999"]
     if count <= len(bright):
-        return [matplotlib.colors.to_rgb(c) for c in bright[:count]]
+        return [to_rgb(c) for c in bright[:count]]
     return [pyplot.get_cmap("turbo")(i / (count - 1))[:3] for i in range(count)]
 
 

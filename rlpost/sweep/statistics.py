@@ -8,6 +8,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -163,7 +164,7 @@ def compare(arms: Mapping[str, Mapping[int, float]], baseline: str) -> list[Comp
     """
     raw = [_compare(name, values, baseline, arms[baseline]) for name, values in arms.items() if name != baseline]
     tested = [c for c in raw if math.isfinite(c.p_value)]
-    adjusted = multipletests([c.p_value for c in tested], method="holm")[1] if tested else []
+    adjusted: Any = multipletests([c.p_value for c in tested], method="holm")[1] if tested else []
     by_arm = {c.arm: float(p) for c, p in zip(tested, adjusted, strict=True)}
     return [replace(c, p_adjusted=by_arm.get(c.arm, math.nan)) for c in raw]
 
@@ -176,7 +177,8 @@ def _compare(arm: str, values: Mapping[int, float], baseline: str, reference: Ma
         return Comparison(arm, baseline, tuple(d), difference, math.nan, math.nan)
     if _all_equal(list(d)):  # the same difference at every seed: certain, or none
         return Comparison(arm, baseline, tuple(d), difference, math.nan, 1.0 if difference.mean == 0 else 0.0)
-    p_value = float(stats.ttest_1samp(d, 0).pvalue)
+    tested: Any = stats.ttest_1samp(d, 0)
+    p_value = float(tested.pvalue)
     effect_size = difference.mean / float(np.std(d, ddof=1))
     return Comparison(arm, baseline, tuple(d), difference, effect_size, p_value)
 
@@ -193,7 +195,7 @@ def _sign_flip(differences: np.ndarray) -> float:
             mean_difference,
             permutation_type="samples",
             vectorized=True,
-            n_resamples=np.inf if len(differences) <= 12 else 9999,
+            n_resamples=np.inf if len(differences) <= 12 else 9999,  # pyright: ignore[reportArgumentType] - infinity is all of them, by its manual
             rng=np.random.default_rng(0),
         ).pvalue
     )

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from rlpost import distributed
 from rlpost.errors import UserError
+from rlpost.trainer.model import PolicyModel
 from rlpost.trainer.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class Checkpoints:
             options=_options(policy),
         )
         if "reference" in loaded:
+            assert isinstance(policy.reference, PolicyModel)
             set_model_state_dict(policy.reference, loaded["reference"])
         state = self.peek(path)
         policy.optimizer.load_state_dict(state.pop("schedule"))
@@ -146,7 +148,7 @@ def _weights(policy: Policy) -> dict[str, Any]:
     if frozen := {name for name, p in policy.model.named_parameters(remove_duplicate=False) if not p.requires_grad}:
         model = {name: value for name, value in model.items() if name not in frozen}  # a tied head's second name too
     weights = {"model": model, "optimizer": optimizer}
-    if policy.moves_reference:
+    if policy.moves_reference and isinstance(policy.reference, PolicyModel):
         weights["reference"] = get_model_state_dict(policy.reference)
     return weights
 

@@ -33,7 +33,9 @@ class _Product(torch.autograd.Function):
         return times_transposed(x, w)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes as many as there are
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
         x, w = ctx.saved_tensors
         grad_x = times_transposed(grad, w.T) if ctx.needs_input_grad[0] else None
         # Both operands would have to be turned round for oneDNN, which takes longer than MKL's slower product.

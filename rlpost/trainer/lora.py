@@ -4,7 +4,7 @@ Engines get the merged weights, so they need not know. The reference model is th
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,11 @@ def add_adapters(model: nn.Module, lora: LoRAConfig) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear, LoraLayer
 
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets) or "all-linear")
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] - a float works
+        target_modules=list(lora.targets) or "all-linear",
+    )
     try:
         inject_adapter_in_model(config, model, adapter_name=_NAME)
     except ValueError as error:
@@ -66,7 +70,7 @@ def merged(policy_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         weight = distributed.full(parameter.detach())
         if kind == "weight" and base:
-            adapted = policy_model.get_submodule(layer)
+            adapted: Any = policy_model.get_submodule(layer)  # a LoraLayer, whose parts are found by name
             a, b = (distributed.full(part[_NAME].weight.detach()) for part in (adapted.lora_A, adapted.lora_B))
             weight = weight + adapted.scaling[_NAME] * (b @ a)
         yield (f"{layer}.{kind}" if base else name), weight

@@ -28,6 +28,10 @@ from rlpost.types import PackedBatch, PackedGroup
 log = logging.getLogger(__name__)
 
 
+# A transformers PreTrainedModel. nn.Module's types know nothing of what its subclasses have, and call all of it a tensor.
+LanguageModel = Any
+
+
 class PolicyModel(nn.Module):
     """Log-probability and entropy of a micro-batch's completion tokens.
 
@@ -35,9 +39,10 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(
-        self, language_model: nn.Module, distribution: SamplingDistribution, vision: Vision | None = None
+        self, language_model: LanguageModel, distribution: SamplingDistribution, vision: Vision | None = None
     ) -> None:
         super().__init__()
+        self.language_model: LanguageModel
         self.language_model = language_model
         self.distribution = distribution
         self.vision = vision
@@ -81,7 +86,7 @@ class PolicyModel(nn.Module):
 
 
 def _hidden_states(
-    model: nn.Module, batch: PackedBatch, vision: Vision | None, positions: slice | None = None
+    model: LanguageModel, batch: PackedBatch, vision: Vision | None, positions: slice | None = None
 ) -> Tensor:
     """[R, W, H]: a completion's are those of its prompt and itself alone, in either layout.
 
@@ -103,7 +108,7 @@ def _hidden_states(
     return model.base_model(input_ids=ids, position_ids=places, use_cache=False, **attention).last_hidden_state
 
 
-def _hidden_states_with_images(model: nn.Module, batch: PackedBatch, vision: Vision) -> Tensor:
+def _hidden_states_with_images(model: LanguageModel, batch: PackedBatch, vision: Vision) -> Tensor:
     """The model's inputs in the padded layout. The model counts positions itself: those of an image may have two dimensions."""
     rows, width = batch.input_ids.shape
     images = vision.model_inputs(batch.prompts, [0] * rows, width)
@@ -119,7 +124,7 @@ def _hidden_states_with_images(model: nn.Module, batch: PackedBatch, vision: Vis
     return hidden + 0 * sum(parameter.sum() for parameter in model.parameters())
 
 
-def load(directory: Path, layout: Layout = "shared_prefix", trust_remote_code: bool = False) -> nn.Module:
+def load(directory: Path, layout: Layout = "shared_prefix", trust_remote_code: bool = False) -> LanguageModel:
     """A causal language model with float32 weights (the optimizer's masters), dropout off.
 
     Args: layout: shared_prefix falls back to padded, and the log says so, for a model whose attention cannot have
@@ -140,7 +145,7 @@ def load(directory: Path, layout: Layout = "shared_prefix", trust_remote_code: b
 
 
 @torch.no_grad()
-def _why_not_packed(model: nn.Module) -> str | None:
+def _why_not_packed(model: LanguageModel) -> str | None:
     """Why the model cannot take the shared_prefix layout; None if it can."""
     if hasattr(model.config, "vision_config"):
         return "it takes images"
@@ -174,7 +179,7 @@ def _why_not_packed(model: nn.Module) -> str | None:
 
 
 def shard(
-    model: nn.Module,
+    model: LanguageModel,
     distribution: SamplingDistribution,
     mesh: DeviceMesh,
     trainer: TrainerConfig,
@@ -222,7 +227,7 @@ def shard(
     return policy_model
 
 
-def _check_context(model: nn.Module) -> None:
+def _check_context(model: LanguageModel) -> None:
     size = distributed.context_size()
     if size == 1:
         return
@@ -235,7 +240,7 @@ def _check_context(model: nn.Module) -> None:
         raise UserError(f"trainer.context_parallel={size} has to divide the model's {heads} attention heads")
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def _blocks(model: LanguageModel) -> list[nn.Module]:
     """The language model's blocks, by the class names that the architecture declares as not to be split.
 
     A vision tower's belong to the root: ranks gather blocks together, and a rank without an image does not come to them.
@@ -244,16 +249,16 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.get_decoder().modules() if type(module).__name__ in names]
 
 
-def _disable_dropout(model: nn.Module) -> None:
+def _disable_dropout(model: LanguageModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - nn.Module's types know only tensors and modules
 
 
 @torch.no_grad()
-def _check_plain_head(model: nn.Module) -> None:
+def _check_plain_head(model: LanguageModel) -> None:
     ids = torch.arange(4).unsqueeze(0) % model.config.get_text_config().vocab_size
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     if not torch.allclose(

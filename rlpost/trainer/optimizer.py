@@ -100,7 +100,9 @@ class AdamW:
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
         # fused: one pass over memory, not ten
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps, fused=True)
+        optimizer = torch.optim.AdamW(
+            groups, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=True
+        )
         scheduler = make_scheduler(optimizer, self.schedule, self.warmup_steps, num_steps)
         return Optimizer(optimizer, scheduler, trained, self.max_grad_norm)
 

@@ -222,7 +222,7 @@ class Policy:
         active = [
             rollout.entropy[sampled_tokens(rollout.completion)]
             for rollout, is_active in zip(rollouts, self._loss_masks(rollouts), strict=True)
-            if is_active
+            if is_active and rollout.entropy is not None
         ]
         everyones = torch.cat(
             [torch.zeros(0), *(values for part in distributed.gather_over_data(active) for values in part)]
@@ -230,11 +230,12 @@ class Policy:
         count = math.ceil(share * len(everyones))
         threshold = everyones.topk(count).values[-1] if count else float("inf")
         for rollout in rollouts:
+            assert rollout.entropy is not None  # scored before
             rollout.has_policy_gradient = rollout.entropy >= threshold
 
     def _move_reference(self, step: int) -> None:
         kl = self._objective.kl
-        if self.reference is None or not kl.reference_every or step % kl.reference_every:
+        if not isinstance(self.reference, PolicyModel) or not kl.reference_every or step % kl.reference_every:
             return
         with torch.no_grad():
             for theirs, ours in zip(self.reference.parameters(), self.model.parameters(), strict=True):
