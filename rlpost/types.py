@@ -113,7 +113,7 @@ class TokenView:
     """A reducer's view of a micro-batch's completion tokens."""
 
     sequence_index: Tensor  # [T] int64, in 0 .. B-1
-    token_index: Tensor  # [T] int64, the token's place in its whole completion
+    token_index: Tensor  # [T] int64, the token's index in its whole completion
     loss_mask: Tensor  # [T] bool
     active_lengths: Tensor  # [B] int64, active tokens of each whole sequence, however it was split
     prompt_lengths: Sequence[int]  # [B]
@@ -124,7 +124,7 @@ class TokenView:
 class PackedGroup:
     """A prompt and the completions that follow it in a row."""
 
-    start: int  # the prompt's first place
+    start: int  # the prompt's first position
     prompt_length: int
     completion_lengths: tuple[int, ...]
 
@@ -148,7 +148,7 @@ class PackedBatch:
     predictor_index: Tensor  # [T] int64 into [R * W]: the position whose output predicts the token
     target_ids: Tensor  # [T] int64
     sequence_index: Tensor  # [T] int64 in 0 .. B-1
-    token_index: Tensor  # [T] int64, the token's place in its completion
+    token_index: Tensor  # [T] int64, the token's index in its completion
     loss_mask: Tensor  # [T] bool
     rollout_logprobs: Tensor  # [T] float32
 

@@ -26,7 +26,7 @@ from rlpost.planning.estimate import (
     trainer_peak,
     why_not,
 )
-from rlpost.planning.hardware import GPUS, OPTIONS, Machine, figured
+from rlpost.planning.hardware import GPUS, OPTIONS, Machine, machine_of
 from rlpost.planning.setting import composed, engine_dtype, setting_of, shape_of
 
 
@@ -135,7 +135,7 @@ def planned(command: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     setting = setting_of(settings, shape_of(settings, arguments.model), arguments)
     given = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
     dtypes = (settings.trainer.precision, engine_dtype(settings))
-    return arguments, setting, figured(arguments.gpu, given, *dtypes, arguments.gpus, arguments.per_node)
+    return arguments, setting, machine_of(arguments.gpu, given, *dtypes, arguments.gpus, arguments.per_node)
 
 
 def _main() -> int:

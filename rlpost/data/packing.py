@@ -114,18 +114,18 @@ class _Rows:
         self._input_ids[start : start + n] = torch.tensor(prompt)
         self._position_ids[start : start + n] = torch.arange(n)
 
-    def completion(self, place: int, segment: int, rollout: Rollout, rollout_id: int, mask: torch.Tensor) -> None:
-        """A completion of the newest piece stands at `place`."""
+    def completion(self, start: int, segment: int, rollout: Rollout, rollout_id: int, mask: torch.Tensor) -> None:
+        """A completion of the newest piece stands at `start`."""
         group, completion = self._groups[-1], rollout.completion
         n, length = group.prompt_length, len(completion.token_ids)
         ids = torch.tensor(completion.token_ids)
-        here = slice(place, place + length)
+        here = slice(start, start + length)
         self._input_ids[here] = ids
         self._position_ids[here] = torch.arange(n, n + length)
         self._segment_index[here] = segment
         tokens, sequences = self._tokens, self._sequences
         # The prompt's last position predicts every completion's first token.
-        tokens["predictor_index"].append(torch.tensor([group.start + n - 1, *range(place, place + length - 1)]))
+        tokens["predictor_index"].append(torch.tensor([group.start + n - 1, *range(start, start + length - 1)]))
         tokens["target_ids"].append(ids)
         tokens["sequence_index"].append(torch.full((length,), len(sequences["rollout_ids"])))
         tokens["token_index"].append(torch.arange(length))

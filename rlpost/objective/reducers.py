@@ -43,7 +43,8 @@ class ConstantDivisor:
     divisor: Annotated[float, Above(0)] | Literal["max_tokens"] = 1000
 
     def __post_init__(self) -> None:
-        if self.divisor != "max_tokens" and not self.divisor > 0:
+        divisor = cast(object, self.divisor)  # a configuration's, of any type
+        if divisor != "max_tokens" and not (isinstance(divisor, int | float) and divisor > 0):
             raise ValueError(f"divisor must be over zero, or max_tokens, not {self.divisor}")
 
     def __call__(self, tokens: TokenView, totals: StepTotals) -> Tensor:

@@ -136,8 +136,8 @@ class Shape:
         """Weights and two moments in float32; a tied head is written beside the embeddings it is."""
         return 12 * self.parameters + (4 * self.head_weights if self.tied else 0)
 
-    def products(self, positions: float, tokens: float) -> float:
-        """FLOPs of the blocks' products at `positions`, and of the head's at `tokens` of them."""
+    def matmul_flops(self, positions: float, tokens: float) -> float:
+        """FLOPs of the blocks' matrix products at `positions`, and of the head's at `tokens` of them."""
         return 2 * (self.layers * self.block_weights * positions + self.head_weights * tokens)
 
     def attention(self, pairs: float) -> float:
@@ -207,7 +207,7 @@ class Batch:
 
     def forward(self, shape: Shape) -> float:
         """FLOPs of a forward pass over all of it."""
-        return shape.products(self.positions, self.tokens) + shape.attention(self.pairs)
+        return shape.matmul_flops(self.positions, self.tokens) + shape.attention(self.pairs)
 
     def update(self, shape: Shape, checkpointing: bool) -> float:
         """FLOPs of forward and backward passes.
@@ -216,6 +216,6 @@ class Batch:
         nothing keeps; the head's is for tokens beyond those whose probabilities are kept.
         """
         last = 2 * shape.layers * shape.inner * shape.hidden * self.positions
-        again = shape.products(self.positions, 0) - last + shape.attention(self.pairs) if checkpointing else 0.0
+        again = shape.matmul_flops(self.positions, 0) - last + shape.attention(self.pairs) if checkpointing else 0.0
         kept = min(self.tokens, self.micro_batches * (KEPT_ENTRIES // shape.vocabulary))
-        return 3 * self.forward(shape) + again + shape.products(0, self.tokens - kept)
+        return 3 * self.forward(shape) + again + shape.matmul_flops(0, self.tokens - kept)

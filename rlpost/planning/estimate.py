@@ -219,14 +219,14 @@ def _rollout(s: Setting, machine: Machine) -> list[Phase]:
     shared = 0 if s.block_size is None else (b.prompt - 1) // s.block_size * s.block_size
     computed = groups * (b.prompt + (b.samples - 1) * (b.prompt - shared))
     engine = replace(machine, flops=machine.engine_flops, bandwidth=machine.bandwidth * machine.bandwidth_share)
-    flops = (shape.products(computed, num) + shape.attention(groups * b.prompt * (b.prompt + 1) / 2)) / ranks
+    flops = (shape.matmul_flops(computed, num) + shape.attention(groups * b.prompt * (b.prompt + 1) / 2)) / ranks
     prefill = _summed(_phase("rollout, prompts", engine, flops=flops), s, machine, computed, 1)
     together = concurrent(s, machine) or min(s.max_num_seqs, num)  # as if there was room, where there is none
     steps = math.ceil(num / together) * b.completion
     seen = b.prompt + b.completion / 2
     weights = s.engine_width * (shape.layers * shape.block_parameters + shape.head_weights) / ranks
     read = weights + together * seen * kv_token(s)
-    flops = (shape.products(together, together) + shape.attention(together * seen)) / ranks
+    flops = (shape.matmul_flops(together, together) + shape.attention(together * seen)) / ranks
     decode = _phase("rollout, completions", engine, flops=steps * flops, memory_bytes=steps * read)
     decode = _summed(decode, s, machine, steps * together, steps)
     return [prefill, replace(decode, seconds=decode.seconds + steps * machine.engine_step)]

@@ -93,7 +93,7 @@ class Machine:
         return 2 * size * (ranks - 1) / ranks / rate + 2 * collectives * self.hop
 
 
-def figured(
+def machine_of(
     gpu: str, given: Mapping[str, float | None], precision: str, engine: str, gpus: int, per_node: int
 ) -> Machine:
     """The named GPU's figures, and what is given in their place.

@@ -146,9 +146,9 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, max_model_len: int
 
 
 def sample_seed(run_seed: int, step: int, group_id: int, sample_index: int) -> int:
-    """The seed of one sample, in 0 .. 2^31 - 1: a function of its place in the run and nothing else."""
-    place = f"{run_seed}/{step}/{group_id}/{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(place, digest_size=4).digest(), "big") >> 1
+    """The seed of one sample, in 0 .. 2^31 - 1: a function of where it stands in the run and nothing else."""
+    name = f"{run_seed}/{step}/{group_id}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 1
 
 
 def sample_groups(
@@ -164,15 +164,15 @@ def sample_groups(
 
     Args: on_group: is given each group as soon as it is whole, while the others are sampled.
     """
-    places = [(prompt, index) for prompt in prompts for index in range(num_samples)]
-    seeds = [sample_seed(run_seed, step, prompt.group_id, index) for prompt, index in places]
+    requests = [(prompt, sample) for prompt in prompts for sample in range(num_samples)]
+    seeds = [sample_seed(run_seed, step, prompt.group_id, sample) for prompt, sample in requests]
     rollouts: dict[int, Rollout] = {}
     missing = [num_samples] * len(prompts)
-    for place, completion in engine.generate([prompt for prompt, _ in places], seeds, sampling):
-        prompt, index = places[place]
-        rollouts[place] = Rollout(prompt, completion, index)
-        number = place // num_samples
+    for index, completion in engine.generate([prompt for prompt, _ in requests], seeds, sampling):
+        prompt, sample = requests[index]
+        rollouts[index] = Rollout(prompt, completion, sample)
+        number = index // num_samples
         missing[number] -= 1
         if not missing[number]:
             on_group([rollouts[i] for i in range(number * num_samples, (number + 1) * num_samples)])
-    return [rollouts[place] for place in range(len(places))]
+    return [rollouts[index] for index in range(len(requests))]

@@ -109,18 +109,18 @@ class Episodes:
         sampling = replace(sampling, stop=(*sampling.stop, *self._environment.stop))
         limits = [sampling.of(prompt).max_tokens for prompt in prompts]
         running = {
-            place: _Running(self._environment.reset(prompt.example, seed))
-            for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            index: _Running(self._environment.reset(prompt.example, seed))
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         }
         for _ in range(self._max_turns):  # on every rank, whether or not it still has an episode
-            places = list(running)
-            continued = [self._continued(prompts[p], running[p], limits[p]) for p in places]
-            turn_seeds = [_turn_seed(seeds[p], running[p].turns) for p in places]
+            indices = list(running)
+            continued = [self._continued(prompts[p], running[p], limits[p]) for p in indices]
+            turn_seeds = [_turn_seed(seeds[p], running[p].turns) for p in indices]
             for number, turn in self._engine.generate(continued, turn_seeds, sampling):
-                place = places[number]
-                if (whole := self._after(running[place], turn, prompts[place], limits[place])) is not None:
-                    del running[place]
-                    yield place, whole
+                index = indices[number]
+                if (whole := self._after(running[index], turn, prompts[index], limits[index])) is not None:
+                    del running[index]
+                    yield index, whole
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._engine.load_weights(named_weights, version)

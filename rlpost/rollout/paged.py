@@ -69,24 +69,24 @@ class PagedTransformersEngine(TransformersEngine):
         processors = ContinuousBatchingLogitsProcessorList(
             LogitsProcessorList([*self._restrictions(sampling), *warpers(sampling), _Draws(draws)])
         )
-        processors.tensors_required = 1  # the draws' places
+        processors.tensors_required = 1  # the draws' indices
         manager = self._model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=self._end_token_ids, max_new_tokens=sampling.max_tokens),
             self._config_of_batches,
         )
         manager.logit_processor = processors
         # All of them before it starts: which ones come into a batch together would depend on the time otherwise.
-        for place, (prompt, settings) in enumerate(zip(prompts, own, strict=True)):
-            manager.add_request(list(prompt.token_ids), str(place), settings.max_tokens, place=place)
+        for index, (prompt, settings) in enumerate(zip(prompts, own, strict=True)):
+            manager.add_request(list(prompt.token_ids), str(index), settings.max_tokens, index=index)
         manager.start()
         try:
             for _ in prompts:
                 result = manager.get_result()
                 if result is None or result.error:
                     raise RuntimeError(f"continuous batching failed: {result and result.error}")
-                place = int(result.request_id)
-                logprobs = torch.cat(draws[place].logprobs).tolist()
-                yield place, self._completion(result.generated_tokens, logprobs, own[place])
+                index = int(result.request_id)
+                logprobs = torch.cat(draws[index].logprobs).tolist()
+                yield index, self._completion(result.generated_tokens, logprobs, own[index])
         finally:
             manager.stop(block=True, hard_stop=True)
             manager.destroy()
@@ -95,7 +95,7 @@ class PagedTransformersEngine(TransformersEngine):
 class _Draws(ContinuousBatchingLogitsProcessor):
     """Each request's own draw, whichever requests are in a batch with it."""
 
-    supported_kwargs: ClassVar[dict[str, type]] = {"place": int}  # pyright: ignore[reportIncompatibleVariableOverride] - they are the class's there too
+    supported_kwargs: ClassVar[dict[str, type]] = {"index": int}  # pyright: ignore[reportIncompatibleVariableOverride] - they are the class's there too
     ignored_kwargs: ClassVar[tuple[str, ...]] = ()  # pyright: ignore[reportIncompatibleVariableOverride] - they are the class's there too
 
     def __init__(self, draws: Sequence[SeededDraw]) -> None:
@@ -105,10 +105,10 @@ class _Draws(ContinuousBatchingLogitsProcessor):
         int32_tensor.fill_(-1)
 
     def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> Tensor:
-        places = [request.state.logit_processor_kwargs["place"] for request in requests_with_new_token]
-        return torch.tensor(places, dtype=torch.int32)
+        indices = [request.state.logit_processor_kwargs["index"] for request in requests_with_new_token]
+        return torch.tensor(indices, dtype=torch.int32)
 
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the batch calls it by place
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the batch calls it by index
         """Rows of -1 are of prompts that do not fit into the batch as a whole: no token of theirs is sampled yet."""
         rows = zip(tensor_arg[: len(scores)].tolist(), scores.split(1), strict=True)
-        return torch.cat([row if place < 0 else self._draws[place](None, row) for place, row in rows])
+        return torch.cat([row if index < 0 else self._draws[index](None, row) for index, row in rows])

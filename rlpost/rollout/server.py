@@ -137,10 +137,10 @@ class VLLMServers:
             }
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        for place, (completion, continued) in self._pool.run(_GENERATE, requests, self._read):
-            if prompts[place].images:
-                check_expanded(prompts[place], continued)
-            yield place, completion
+        for index, (completion, continued) in self._pool.run(_GENERATE, requests, self._read):
+            if prompts[index].images:
+                check_expanded(prompts[index], continued)
+            yield index, completion
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         weights = {name: weight.detach().cpu().contiguous() for name, weight in named_weights}

@@ -79,7 +79,7 @@ class ServerPool:
         raise RuntimeError(f"no rollout server is left ({reasons})")
 
     def run(self, path: str, bodies: Sequence[Body], read: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
-        """POST each body to some server. Yields: its place and what `read` made of the answer, as they come.
+        """POST each body to some server. Yields: its index and what `read` made of the answer, as they come.
 
         Args: read: may raise TransientError.
 
@@ -176,31 +176,31 @@ class ServerPool:
     async def _run(
         self, path: str, bodies: Sequence[Body], read: Callable[[Any], T], deliver: Callable[[tuple[int, T]], None]
     ) -> None:
-        waiting = list(range(len(bodies)))  # a heap of places: each is in here, under way, or delivered
+        waiting = list(range(len(bodies)))  # a heap of indices: each is in here, under way, or delivered
         running: dict[asyncio.Task[T], tuple[Server, int]] = {}
         watches = {asyncio.create_task(self._watch(server)): server for server in self.live}
         try:
             while waiting or running:
                 busy = Counter(server for server, _ in running.values())
                 while waiting and busy[server := min(self.live, key=busy.__getitem__)] < self._concurrency:
-                    place = heapq.heappop(waiting)
-                    running[asyncio.create_task(self._ask(server, path, bodies[place], read))] = server, place
+                    index = heapq.heappop(waiting)
+                    running[asyncio.create_task(self._ask(server, path, bodies[index], read))] = server, index
                     busy[server] += 1
                 done, _ = await asyncio.wait([*running, *watches], return_when=asyncio.FIRST_COMPLETED)
                 for watch in [watch for watch in watches if watch in done]:
                     self._lose(watches[watch], watch.result())
                 for task in [task for task in running if task in done]:
-                    server, place = running[task]
+                    server, index = running[task]
                     try:
-                        deliver((place, task.result()))
+                        deliver((index, task.result()))
                         del running[task]
                     except ServerLostError as error:
                         self._lose(server, str(error))
-                for task, (server, place) in list(running.items()):
+                for task, (server, index) in list(running.items()):
                     if server.lost is not None:
                         task.cancel()
                         del running[task]
-                        heapq.heappush(waiting, place)
+                        heapq.heappush(waiting, index)
                         self.num_moved += 1
                 watches = {task: server for task, server in watches.items() if not task.done()}
         finally:

@@ -147,10 +147,10 @@ class VLLMEngine:
             for output in outputs:
                 assert isinstance(output, RequestOutput)
                 if output.finished:
-                    place = _number(output.request_id) - first
-                    check_expanded(prompts[place], output.prompt_token_ids or ())
-                    if 0 <= place - first_own < num_own:
-                        yield place - first_own, self._completion(output.outputs[0], version)
+                    index = _number(output.request_id) - first
+                    check_expanded(prompts[index], output.prompt_token_ids or ())
+                    if 0 <= index - first_own < num_own:
+                        yield index - first_own, self._completion(output.outputs[0], version)
         if self._sleeps:
             self._llm.sleep(level=1)
             self._asleep = {"weights", "kv_cache"}

@@ -26,22 +26,22 @@ FLEX = "rlpost_flex"
 class _Completions:
     """The completions behind one prompt, padded to the longest: K of Q positions, each with P + Q keys."""
 
-    queries: Tensor  # [K * Q] places in the row; padding repeats a place
+    queries: Tensor  # [K * Q] positions in the row; padding repeats a position
     keys: Tensor  # [K * (P + Q)]
     mask: Tensor  # [K, 1, Q, P + Q] bool
-    kept: Tensor  # [tokens] places in [K * Q] that are not padding, in the row's order
+    kept: Tensor  # [tokens] positions in [K * Q] that are not padding, in the row's order
 
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """Which places of a row [1, S] attend to which, worked out once for all layers."""
+    """Which positions of a row [1, S] attend to which, worked out once for all layers."""
 
     prompts: Sequence[slice]
     completions: Sequence[_Completions | None]  # one a prompt; None: it has none
 
 
 def plan(groups: Sequence[PackedGroup], device: torch.device) -> PackedPlan:
-    """Args: groups: consecutive, from place 0 to the end of the row."""
+    """Args: groups: consecutive, from position 0 to the end of the row."""
     prompts = [slice(group.start, group.start + group.prompt_length) for group in groups]
     return PackedPlan(prompts, [_completions(group, device) for group in groups])
 
@@ -53,14 +53,14 @@ def _completions(group: PackedGroup, device: torch.device) -> _Completions | Non
     starts = group.start + group.prompt_length + lengths.cumsum(0) - lengths
     offsets = torch.arange(int(lengths.max()))
     real = offsets < lengths.unsqueeze(1)  # [K, Q]
-    places = torch.where(real, starts.unsqueeze(1) + offsets, starts.unsqueeze(1))
+    positions = torch.where(real, starts.unsqueeze(1) + offsets, starts.unsqueeze(1))
     prompt = torch.arange(group.start, group.start + group.prompt_length).expand(len(lengths), -1)
-    # A real position's own and earlier places are real; what padding sees does not matter, its output is dropped.
+    # A real position's own and earlier positions are real; what padding sees does not matter, its output is dropped.
     causal = torch.ones(len(offsets), len(offsets), dtype=torch.bool).tril()
     mask = torch.cat([causal.new_ones(len(offsets), group.prompt_length), causal], dim=1)
     parts = (
-        places.flatten(),
-        torch.cat([prompt, places], dim=1).flatten(),
+        positions.flatten(),
+        torch.cat([prompt, positions], dim=1).flatten(),
         mask.expand(len(lengths), 1, -1, -1),
         real.flatten().nonzero().flatten(),
     )
@@ -90,9 +90,9 @@ def packed_attention(
         output = scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **how)
         return output.transpose(1, 2).to(dtype)
 
-    def taken(x: Tensor, places: Tensor, rows: int) -> Tensor:
-        # index_select and not indexing: its gradient adds up repeated places in a fixed order.
-        return x.index_select(0, places).unflatten(0, (rows, -1))
+    def taken(x: Tensor, positions: Tensor, rows: int) -> Tensor:
+        # index_select and not indexing: its gradient adds up repeated positions in a fixed order.
+        return x.index_select(0, positions).unflatten(0, (rows, -1))
 
     outputs = []
     for at, completions in zip(packed.prompts, packed.completions, strict=True):

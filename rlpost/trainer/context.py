@@ -22,9 +22,9 @@ class Share:
     Attributes:
         row: the whole row, padded to a multiple of the context group's size.
         positions: this rank's positions.
-        tokens: [T_here] the completion tokens, by place among the batch's, that are predicted there.
+        tokens: [T_here] the completion tokens, by index among the batch's, that are predicted there.
         sizes: T_here of each rank.
-        order: [T] each token's place among the ranks' tokens, rank after rank.
+        order: [T] each token's index among the ranks' tokens, rank after rank.
     """
 
     row: PackedBatch

@@ -233,6 +233,7 @@ def test_engines_answer_greedily_alike_before_and_after_updates(
 
 def test_prompts_that_do_not_fit_into_a_batch_together(engine: Engine, prompts: list[Prompt], reference: Any) -> None:
     """A batch of 512 positions ends within the last of these prompts, of which no token is sampled in that batch."""
+    restore(engine, reference)
     many = [prompts[2]] * 5
     assert 512 < sum(len(prompt.token_ids) for prompt in many) < 5 * 256
     for prompt, completion in zip(many, generate(engine, many, range(5), Sampling(max_tokens=8)), strict=True):
