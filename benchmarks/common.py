@@ -144,4 +144,6 @@ def make_policy(directory: Path, precision: str = "float32") -> Any:
         AlgorithmConfig(),
         micro_batch_tokens=trainer.micro_batch_tokens,
         max_completion_tokens=2**15,
+        max_logprob_diff=None,
+        seed=0,
     )

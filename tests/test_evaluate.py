@@ -68,7 +68,9 @@ def test_metrics_by_hand() -> None:
     prompts = [Prompt(Example((), a, task="sums"), (i,), "") for i, a in enumerate(["7", "9"])]
     reward = RewardSum({"number": NumberReward()}, {"number": 1.0})
     sampling = Sampling(max_tokens=8)
-    sampler = Sampler(PromptStream([], seed=3), engine, reward, sampling, StepConfig(steps=1, seed=3))
+    sampler = Sampler(
+        PromptStream([], seed=3), engine, reward, sampling, StepConfig(steps=1, seed=3), max_attempts=1, staleness=0
+    )
     evaluator = Evaluator(
         prompts, sampler, Correctness("number"), sampling, EvaluationConfig(num_samples=4, pass_at=[1, 2])
     )

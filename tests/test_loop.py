@@ -86,7 +86,6 @@ def make_loop(scripts: list[str], per_step: int = 2, samples: int = 2, **setting
     policy, steps = Recorder(), settings.pop("steps", 1)
     take = lambda name, default=None: settings.pop(name, default)  # noqa: E731
     reward = take("reward", RewardSum({"digits": digits}, {"digits": 1.0}))
-    of_sampler = {name: settings.pop(name) for name in ("max_attempts", "staleness") if name in settings}
     sampler = Sampler(
         PromptStream(prompts, seed=0),
         Scripted(),
@@ -95,7 +94,8 @@ def make_loop(scripts: list[str], per_step: int = 2, samples: int = 2, **setting
         StepConfig(steps=steps, prompts_per_step=per_step, samples_per_prompt=samples),
         group_filter=take("group_filter"),
         reward_processing=take("reward_processing"),
-        **of_sampler,
+        max_attempts=take("max_attempts", 1),
+        staleness=take("staleness", 0),
     )
     each = reward.weights if take("normalize_each_reward") else None
     advantages = StepAdvantages(take("advantage", GroupAdvantage("none")), policy, take("kl_in_reward", 0.0), each)

@@ -28,9 +28,7 @@ class ScoringProcesses:
         timeout: seconds a completion may take; a call has that many for each of its completions.
     """
 
-    def __init__(
-        self, module: str, names: Sequence[str], definitions: Any, count: int = 1, timeout: float = 10.0
-    ) -> None:
+    def __init__(self, module: str, names: Sequence[str], definitions: Any, count: int, timeout: float) -> None:
         self.names = list(names)
         self._all = [_Process(module, definitions, timeout) for _ in range(count)]
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()

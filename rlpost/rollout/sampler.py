@@ -77,8 +77,8 @@ class Sampler:
         sampling: Sampling,
         steps: StepConfig,
         *,
-        max_attempts: int = 1,
-        staleness: int = 0,
+        max_attempts: int,
+        staleness: int,
         group_filter: GroupFilter | None = None,
         reward_processing: Mapping[str, RewardProcessor] | None = None,
     ) -> None:

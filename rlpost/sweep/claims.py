@@ -10,15 +10,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rlpost.config.build import build
 from rlpost.data.packing import active_rollouts, pack, step_totals
+from rlpost.objective.reducers import ConstantDivisor, Reducer, SequenceMean, TokenMean
 from rlpost.record.completions import load_rollouts
 from rlpost.record.rundir import RunDir
-from rlpost.types import Rollout
+from rlpost.types import Rollout, StepTotals
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ def token_weights(step: FrozenStep, run_dir: Path, arm: str) -> TokenWeights:
     masks = active_rollouts(rollouts, settings.algorithm.mask_truncated)
     totals = step_totals(rollouts, masks, settings.rollout.max_tokens)
     (batch,) = pack(rollouts, masks, sys.maxsize, "padded")
-    weights = build(settings.reducer)(batch.tokens, totals)
+    reducer: Reducer = build(settings.reducer)
+    weights = reducer(batch.tokens, totals)
     lengths = batch.tokens.active_lengths[batch.sequence_index].double()
-    formula, expected = _formula(settings.reducer, lengths, totals)
+    formula, expected = _formula(reducer, lengths, totals)
     active = batch.loss_mask
     deviation = math.nan
     if expected is not None and active.any():
@@ -75,16 +76,16 @@ def token_weights(step: FrozenStep, run_dir: Path, arm: str) -> TokenWeights:
     return TokenWeights(arm, formula, deviation, of_length[min(of_length)], of_length[max(of_length)])
 
 
-def _formula(reducer: Any, lengths: torch.Tensor, totals: Any) -> tuple[str | None, torch.Tensor | None]:
+def _formula(reducer: Reducer, lengths: torch.Tensor, totals: StepTotals) -> tuple[str | None, torch.Tensor | None]:
     """The paper's weights, from lengths alone."""
-    kind = str(reducer["_target_"]).rsplit(".", 1)[-1]
     n, ones = totals.num_sequences, torch.ones_like(lengths)
-    if kind == "SequenceMean":
-        return "1 / (N |o|)", 1 / (n * lengths)
-    if kind == "TokenMean":
-        return "1 / sum |o|", ones / totals.num_tokens
-    if kind == "ConstantDivisor":
-        divisor = reducer["divisor"]
-        divisor = totals.max_completion_tokens if divisor == "max_tokens" else divisor
-        return f"1 / (N L), L = {divisor:g}", ones / (n * divisor)
-    return None, None
+    match reducer:
+        case SequenceMean():
+            return "1 / (N |o|)", 1 / (n * lengths)
+        case TokenMean():
+            return "1 / sum |o|", ones / totals.num_tokens
+        case ConstantDivisor(divisor=divisor):
+            length = totals.max_completion_tokens if divisor == "max_tokens" else divisor
+            return f"1 / (N L), L = {length:g}", ones / (n * length)
+        case _:
+            return None, None

@@ -45,8 +45,8 @@ class Policy:
         *,
         micro_batch_tokens: int,
         max_completion_tokens: int,
-        max_logprob_diff: float | None = None,
-        seed: int = 0,
+        max_logprob_diff: float | None,
+        seed: int,
     ) -> None:
         """Make a policy.
 

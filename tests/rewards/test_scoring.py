@@ -82,7 +82,7 @@ def scoring(functions: str) -> Iterator[Callable[..., RewardSum]]:
 
     def make(*names: str, timeout: float = 60.0, on_error: Any = "fail", **settings: Any) -> RewardSum:
         nodes = {name: {"_target_": f"{functions}.{name}", "_partial_": True, **settings} for name in names}
-        processes = ScoringProcesses(MODULE, names, nodes, timeout=timeout)
+        processes = ScoringProcesses(MODULE, names, nodes, 1, timeout)
         made.append(RewardSum({}, dict.fromkeys(names, 1.0), processes, ScoringConfig(on_error=on_error)))
         return made[-1]
 
@@ -208,7 +208,7 @@ def test_the_training_state_is_passed_on(scoring: Any) -> None:
 
 def test_several_processes_share_the_groups(functions: str) -> None:
     nodes = {"process_id": {"_target_": f"{functions}.process_id", "_partial_": True}}
-    reward = RewardSum({}, {"process_id": 1.0}, ScoringProcesses(MODULE, ["process_id"], nodes, count=2))
+    reward = RewardSum({}, {"process_id": 1.0}, ScoringProcesses(MODULE, ["process_id"], nodes, 2, 10.0))
     groups = [[make_rollout(group_id=g)] for g in range(40)]
     try:
         reward.wait_until_ready()
@@ -225,7 +225,7 @@ def test_several_processes_share_the_groups(functions: str) -> None:
 
 def test_a_function_that_cannot_be_made_is_a_users_error(functions: str) -> None:
     nodes = {"no": {"_target_": f"{functions}.Refuses", "size": 3}}
-    processes = ScoringProcesses(MODULE, ["no"], nodes)
+    processes = ScoringProcesses(MODULE, ["no"], nodes, 1, 10.0)
     try:
         with pytest.raises(UserError, match=r"scripted_rewards\.Refuses: size=3: expected less"):
             processes.wait_until_ready()
@@ -241,7 +241,7 @@ def test_no_process_outlives_the_run(functions: str, tmp_path: Path) -> None:
     script = f"""
 import sys, time
 from rlpost.rewards.processes import ScoringProcesses
-pool = ScoringProcesses({MODULE!r}, ["f"], {{"f": {{"_target_": "{functions}.scripted", "_partial_": True}}}})
+pool = ScoringProcesses({MODULE!r}, ["f"], {{"f": {{"_target_": "{functions}.scripted", "_partial_": True}}}}, 1, 10.0)
 pool.wait_until_ready()
 pool.submit(["f"], {{"completions": ["hang in C"]}})
 print(pool._all[0]._process.pid, flush=True)

@@ -88,7 +88,8 @@ def update(name: str, context: int, replicas: int) -> tuple[dict[str, float], di
     if kind == "adapters":
         objective, reference = Objective(loss, reducer, kl=KLConfig(coef=0.1)), WithoutAdapters(ours)
     optimizer = AdamW(lr=0.0, max_grad_norm=None)(ours.parameters(), 1)
-    policy = Policy(ours, reference, objective, optimizer, algorithm, micro_batch_tokens=24, max_completion_tokens=8)
+    sizes = {"micro_batch_tokens": 24, "max_completion_tokens": 8}
+    policy = Policy(ours, reference, objective, optimizer, algorithm, **sizes, max_logprob_diff=None, seed=0)
 
     size, here = distributed.world_size() // context, distributed.rank() // context
     share = near(policy, [r for r in rollouts() if OWNER[r.prompt.group_id] % size == here])

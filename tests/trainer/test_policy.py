@@ -87,6 +87,7 @@ def policy_of(
         micro_batch_tokens=micro_batch_tokens,
         max_completion_tokens=8,
         max_logprob_diff=max_logprob_diff,
+        seed=0,
     )
 
 
