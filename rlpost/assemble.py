@@ -215,6 +215,7 @@ def _objective(settings: Config) -> Objective:
         corrections={name: build(node) for name, node in algorithm.corrections.items()},
         kl=algorithm.kl,
         entropy_coef=algorithm.entropy_coef,
+        max_log_ratio=algorithm.max_log_ratio,
     )
 
 

@@ -6,6 +6,7 @@ Shapes: B sequences, T completion tokens in a micro-batch, R rows of W positions
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -118,6 +119,7 @@ class TokenView:
     active_lengths: Tensor  # [B] int64, active tokens of each whole sequence, however it was split
     prompt_lengths: Sequence[int]  # [B]
     completion_masks: Sequence[Tensor]  # [B] of [length] bool: the loss mask of each whole completion
+    max_log_ratio: float = math.inf  # bound on the size of log-ratios that losses exponentiate
 
 
 @dataclass(frozen=True)

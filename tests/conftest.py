@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -22,6 +23,10 @@ from rlpost.data.vision import Vision
 from rlpost.models.sources import end_token_ids, load_processor, load_tokenizer
 from rlpost.models.tiny import TinyLlama, TinyVisionLlama
 from rlpost.types import Completion, Example, Prompt, Rollout
+
+# A busy machine is no failure, and the same commit gives the same examples everywhere.
+hypothesis.settings.register_profile("rlpost", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("rlpost")
 
 
 def pytest_configure() -> None:

@@ -87,6 +87,12 @@ class AlgorithmConfig:
         "null: all.",
         Above(0, 1),
     )
+    max_log_ratio: float | None = setting(
+        20.0,
+        "Bound on the size of a log-ratio of probabilities before it is exponentiated, in losses and in k3; beyond it the "
+        "ratio is constant and gives no gradient. null: what the precision can hold.",
+        Above(0),
+    )
     filter: Node | None = setting({}, "A filter of groups; null keeps every group.")
     max_attempts: int = setting(1, "Rounds of sampling to fill a step whose groups the filter leaves out.", AtLeast(1))
     reward_processing: dict[str, Any] = setting({}, "Changes to summed rewards, by name, in order.")

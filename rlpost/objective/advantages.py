@@ -15,6 +15,8 @@ from torch import Tensor
 from rlpost.config.ranges import Above, AtLeast
 from rlpost.types import Stateful
 
+WHITENING_EPS = 1e-4  # as the advantage within a group has it by default
+
 
 class Advantage(Protocol):
     def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor: ...  # [N] float64, [N] int64 -> [N] float64
@@ -191,7 +193,10 @@ class BetaNormalized:
 
 
 def normalize_then_sum(advantage: Advantage, rewards: Tensor, weights: Sequence[float], group_ids: Tensor) -> Tensor:
-    """The weighted sum of each reward function's own advantage (GDPO, arXiv:2601.05242), not that of the summed reward.
+    """The weighted sum of each reward function's own advantage, normalised over the step (GDPO, arXiv:2601.05242).
+
+    A = (s - mean(s)) / (std(s) + eps), where s is the weighted sum and mean and deviation are over the rollouts to which a
+    function applies: so the advantages' size does not grow with the number of functions.
 
     Args:
         rewards: [N, F], NaN where a function does not apply.
@@ -204,7 +209,12 @@ def normalize_then_sum(advantage: Advantage, rewards: Tensor, weights: Sequence[
     if isinstance(advantage, Stateful):
         raise ValueError(f"{type(advantage).__name__} keeps one history and cannot be applied to several rewards")
     columns = [w * advantage(column, group_ids) for w, column in zip(weights, rewards.double().T, strict=True)]
-    return torch.stack(columns).sum(0)
+    summed = torch.stack(columns).sum(0)
+    applies = ~torch.isnan(rewards).all(1)
+    known = summed[applies]
+    if not len(known) or known.min() == known.max():
+        return torch.zeros_like(summed)
+    return torch.where(applies, (summed - known.mean()) / (_std(known) + WHITENING_EPS), 0.0)
 
 
 def _groups(rewards: Tensor, group_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from rlpost.config.ranges import Above, AtLeast, Within
+from rlpost.objective.ratios import log_ratio
+from rlpost.objective.ratios import ratio as ratio_of
 from rlpost.objective.sequences import per_token, sequence_mean
 from rlpost.types import TokenView
 
@@ -60,7 +62,7 @@ class ClippedLoss:
             )
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tokens: TokenView) -> TokenLoss:
-        ratio = torch.exp(logprobs - old_logprobs)
+        ratio = ratio_of(log_ratio(logprobs, old_logprobs, tokens), tokens)
         capped = ratio if self.ratio_cap is None else ratio.clamp(max=self.ratio_cap)
         loss, low, high = _clipped(ratio, capped, advantages, self.eps_low, self.eps_high)
         if self.ratio_cap is not None:
@@ -98,9 +100,9 @@ class GSPOLoss:
             raise ValueError(f"variant must be 'sequence' or 'token', not {self.variant!r}")
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tokens: TokenView) -> TokenLoss:
-        ratio = per_token(torch.exp(sequence_mean(logprobs - old_logprobs, tokens)), tokens)
+        ratio = per_token(ratio_of(sequence_mean(logprobs - old_logprobs, tokens), tokens), tokens)
         if self.variant == "token":
-            ratio = ratio.detach() * torch.exp(logprobs - logprobs.detach())
+            ratio = ratio.detach() * ratio_of(log_ratio(logprobs, logprobs.detach(), tokens), tokens)
         loss, low, high = _clipped(ratio, ratio, advantages, self.eps_low, self.eps_high)
         return TokenLoss(loss, ratio.detach(), low, high)
 
@@ -124,7 +126,7 @@ class CISPOLoss:
         _check_bounds(self.eps_low, self.eps_high)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tokens: TokenView) -> TokenLoss:
-        ratio = torch.exp(logprobs.detach() - old_logprobs)
+        ratio = ratio_of(log_ratio(logprobs.detach(), old_logprobs, tokens), tokens)
         weight = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
         loss = -weight * advantages * logprobs
         return TokenLoss(loss, ratio, ratio < 1 - self.eps_low, ratio > 1 + self.eps_high)
@@ -150,8 +152,9 @@ class SAPOLoss:
             raise ValueError(f"tau_positive and tau_negative must be over 0: {self.tau_positive}, {self.tau_negative}")
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tokens: TokenView) -> TokenLoss:
-        ratio = torch.exp(logprobs - old_logprobs)
-        tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
+        ratio = ratio_of(log_ratio(logprobs, old_logprobs, tokens), tokens)
+        positive, negative = ratio.new_tensor(self.tau_positive), ratio.new_tensor(self.tau_negative)
+        tau = torch.where(advantages > 0, positive, negative)
         loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
         never = torch.zeros_like(ratio, dtype=torch.bool)
         return TokenLoss(loss, ratio.detach(), never, never)
@@ -164,7 +167,7 @@ class ReinforceLoss:
     zero_at_zero_advantage: ClassVar[bool] = True
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tokens: TokenView) -> TokenLoss:
-        ratio = torch.exp(logprobs.detach() - old_logprobs)
+        ratio = ratio_of(log_ratio(logprobs.detach(), old_logprobs, tokens), tokens)
         never = torch.zeros_like(ratio, dtype=torch.bool)
         return TokenLoss(-advantages * logprobs, ratio, never, never)
 

@@ -1,7 +1,8 @@
 """The step's loss: per-token losses times per-token weights, summed. Nothing else divides."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from rlpost.config.schema import KLConfig
 from rlpost.objective.corrections import Correction
 from rlpost.objective.losses import ClippedLoss, Loss
 from rlpost.objective.metrics import Max, Mean, Metric, Sum
+from rlpost.objective.ratios import log_ratio, ratio
 from rlpost.objective.reducers import Reducer, SequenceMean
 from rlpost.objective.regularizers import kl_estimate
 from rlpost.types import PackedBatch, StepTotals
@@ -34,6 +36,7 @@ class Objective:
             (DeepSeek-V3.2, arXiv:2512.02556): the gradient of k1 alone is zero on average, that of k3 alone is that of
             another divergence.
         entropy_coef: weight of the entropy bonus (subtracted from the loss).
+        max_log_ratio: bound on the size of log-ratios before they are exponentiated; None: the dtype's own.
     """
 
     loss: Loss = field(default_factory=ClippedLoss)
@@ -41,6 +44,7 @@ class Objective:
     corrections: Mapping[str, Correction] = field(default_factory=dict[str, Correction])
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
+    max_log_ratio: float | None = None
 
     @property
     def hooks(self) -> dict[str, Loss | Reducer | Correction]:
@@ -58,7 +62,7 @@ class Objective:
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> ObjectiveOutput:
         """Args: logprobs [T] and entropy [T] by the current policy, both with gradient."""
-        tokens = batch.tokens
+        tokens = replace(batch.tokens, max_log_ratio=self.max_log_ratio or math.inf)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         advantages = batch.advantages.to(logprobs.dtype)[batch.sequence_index]
         token = self.loss(logprobs, old_logprobs, advantages, tokens)
@@ -88,11 +92,11 @@ class Objective:
         }
 
         if batch.ref_logprobs is not None:
-            kl = kl_estimate(logprobs, batch.ref_logprobs, self.kl.estimator)
+            kl = kl_estimate(log_ratio(logprobs, batch.ref_logprobs, tokens), self.kl.estimator, tokens.max_log_ratio)
             metrics["policy/kl_ref"] = Sum(_weighted_sum(kl.detach(), mean_weights))
             if self.kl.loss_coef:
                 if self.kl.unbiased:
-                    kl = kl * torch.exp(logprobs - old_logprobs)
+                    kl = kl * ratio(log_ratio(logprobs, old_logprobs, tokens), tokens)
                 kl_weights = weights if self.kl.reducer == "same" else mean_weights
                 loss = loss + self.kl.loss_coef * _weighted_sum(kl, kl_weights)
         if self.entropy_coef:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -227,7 +228,7 @@ class Policy:
         everyones = torch.cat(
             [torch.zeros(0), *(values for part in distributed.gather_over_data(active) for values in part)]
         )
-        count = math.ceil(share * len(everyones))
+        count = math.ceil(Fraction(repr(share)) * len(everyones))  # 0.07 of 100 is 7: no float's product is
         threshold = everyones.topk(count).values[-1] if count else float("inf")
         for rollout in rollouts:
             assert rollout.entropy is not None  # scored before

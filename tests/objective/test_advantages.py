@@ -1,4 +1,5 @@
 import math
+import statistics
 
 import pytest
 import torch
@@ -190,14 +191,28 @@ def test_order_does_not_matter_and_all_is_finite(
 
 
 def test_normalize_then_sum_by_hand() -> None:
-    """Two functions of very different size count alike once each is normalised."""
+    """Two functions of very different size count alike once each is normalised; the sum is normalised over the step."""
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1000.0], [0.0, math.nan]], dtype=torch.float64)
     values = normalize_then_sum(GroupAdvantage(eps=0), rewards, [1.0, 0.5], torch.zeros(3, dtype=torch.int64))
     first = [2 / 3 / math.sqrt(1 / 3), -1 / 3 / math.sqrt(1 / 3)]
     second = 1 / math.sqrt(2)
-    assert values.tolist() == pytest.approx([first[0] - 0.5 * second, first[1] + 0.5 * second, first[1]])
+    summed = [first[0] - 0.5 * second, first[1] + 0.5 * second, first[1]]
+    mean, deviation = sum(summed) / 3, statistics.stdev(summed)
+    assert values.tolist() == pytest.approx([(s - mean) / (deviation + 1e-4) for s in summed])
     with pytest.raises(ValueError, match="BetaNormalized keeps one history"):
         normalize_then_sum(BetaNormalized(), rewards, [1, 1], torch.zeros(3, dtype=torch.int64))
+
+
+def test_normalize_then_sum_over_several_groups() -> None:
+    """Each group's own sums are (1, -1) / sqrt 2 times one and two functions; a row that no function applies to is out."""
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 5.0], [0.0, 5.0], [math.nan, math.nan]], dtype=torch.float64)
+    values = normalize_then_sum(GroupAdvantage(eps=0), rewards, [1.0, 1.0], torch.tensor([0, 0, 1, 1, 1]))
+    half = 1 / math.sqrt(2)
+    summed = [2 * half, -2 * half, half, -half]
+    deviation = statistics.stdev(summed)
+    assert values.tolist() == pytest.approx([*(s / (deviation + 1e-4) for s in summed), 0.0])
+    equal = normalize_then_sum(GroupAdvantage(), torch.ones(4, 2), [1.0, 1.0], torch.tensor([0, 0, 1, 1]))
+    assert equal.tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize(

@@ -234,3 +234,15 @@ def test_a_loss_that_says_so_gives_an_advantage_of_zero_no_gradient(loss: Loss) 
     out = loss(logprobs, old, torch.zeros(6, dtype=torch.float64), view([4, 2]))
     (gradient,) = torch.autograd.grad(out.loss.sum(), logprobs)
     assert not gradient.any()
+
+
+def test_sapos_temperatures_are_not_rounded_to_float32() -> None:
+    """loss = -(4 / tau) sigmoid(tau (ratio - 1)) A in float64, with temperatures that float32 cannot hold."""
+    logprobs = torch.tensor([-0.9, -0.9], dtype=torch.float64)
+    old, advantages = torch.full((2,), -1.0, dtype=torch.float64), torch.tensor([1.0, -1.0], dtype=torch.float64)
+    found = SAPOLoss(1.1, 1.3)(logprobs, old, advantages, view([1, 1])).loss
+
+    def expected(tau: float, advantage: float) -> float:
+        return -(4 / tau) / (1 + math.exp(-tau * (math.exp(0.1) - 1))) * advantage
+
+    assert found.tolist() == pytest.approx([expected(1.1, 1.0), expected(1.3, -1.0)], rel=1e-14)

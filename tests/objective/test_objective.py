@@ -285,6 +285,53 @@ def test_no_split_changes_gradients_or_metrics(
     assert split[1] == pytest.approx(whole[1], rel=1e-10, abs=1e-12, nan_ok=True)
 
 
+EXTREME = st.one_of(st.floats(-1e4, 0), st.sampled_from([0.0, -88.0, -89.0, -1e4]))
+NOT_FINITE = st.sampled_from([math.nan, math.inf, -math.inf, -1e4, 0.0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_token_without_a_gradient_makes_one(loss: str, estimator: str, data: st.DataObject) -> None:
+    """In float32, for log-probabilities down to -1e4: gradients are finite, and masked tokens' values never matter."""
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    masks = [data.draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in lengths]
+    made = [
+        make_rollout(g, completion=[4] * n, sampled_mask=mask, advantage=data.draw(st.sampled_from([-1.0, 0.0, 2.0])))
+        for g, (n, mask) in enumerate(zip(lengths, masks, strict=True))
+    ]
+    (batch,) = pack(made, [True] * len(made), 1000)
+    active, size = batch.loss_mask, len(batch.loss_mask)
+
+    def drawn(values: st.SearchStrategy[float]) -> torch.Tensor:
+        return torch.tensor(data.draw(st.lists(values, min_size=size, max_size=size)), dtype=torch.float32)
+
+    kl = KLConfig(coef=0.04, estimator=estimator, unbiased=data.draw(st.booleans()))
+    objective = Objective(LOSSES[loss], corrections=CORRECTIONS, kl=kl, entropy_coef=0.01, max_log_ratio=20.0)
+    plain = [torch.where(active, drawn(EXTREME), -1.0) for _ in range(4)]
+
+    def gradient(masked: list[torch.Tensor]) -> torch.Tensor:
+        values = [torch.where(active, p, m) for p, m in zip(plain, masked, strict=True)]
+        logprobs = values[0].clone().requires_grad_()
+        filled = replace(batch, old_logprobs=values[1], ref_logprobs=values[2], rollout_logprobs=values[3])
+        objective(filled, logprobs, torch.zeros(size), StepTotals(len(made), 8, 8)).loss.backward()
+        return logprobs.grad
+
+    ordinary = gradient([torch.full((size,), -1.0)] * 4)
+    assert ordinary.isfinite().all()
+    assert torch.equal(gradient([drawn(NOT_FINITE) for _ in range(4)]), ordinary)
+
+
+def test_a_reply_far_from_the_reference_has_no_gradient() -> None:
+    """The middle token is a reply's; the policy gives it e^-96 of the reference's probability."""
+    (batch,) = pack([make_rollout(completion=[4, 5, 6], sampled_mask=[True, False, True], advantage=1.0)], [True], 64)
+    batch = replace(batch, ref_logprobs=torch.tensor([-1.0, -5.0, -1.0]))
+    logprobs = torch.tensor([-1.0, -101.0, -1.0], requires_grad=True)
+    Objective(kl=KLConfig(coef=0.04))(batch, logprobs, torch.zeros(3), StepTotals(1, 2, 8)).loss.backward()
+    assert logprobs.grad.tolist() == [-0.5, 0.0, -0.5]
+
+
 @settings(max_examples=40, deadline=None)
 @given(step=steps(), order=st.randoms())
 def test_no_order_does_either(step: tuple[list[Rollout], list[bool], list[int]], order: object) -> None:

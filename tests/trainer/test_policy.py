@@ -1,5 +1,6 @@
 """The real network under FSDP2: layouts, micro-batches, mini-batches, and what stops a run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,16 @@ def test_top_entropy_tokens_alone_give_a_policy_gradient(tiny_dir: Path) -> None
     threshold = everything.sort(descending=True).values[count - 1]
     assert all(torch.equal(r.has_policy_gradient, r.entropy >= threshold) for r in made)
     assert 0.6 < metrics["objective/top_entropy_cut"] < 0.9
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.07, 7), (0.071, 8), (0.29, 29), (1.0, 100)])
+def test_the_share_of_top_entropy_tokens_is_a_decimal_fraction(share: float, kept: int, tiny_dir: Path) -> None:
+    """0.07 * 100 is over 7 in floating point; 7 tokens are kept all the same."""
+    made = [make_rollout(g, completion=list(range(10, 35)), advantage=1.0 - g) for g in range(4)]
+    made = [replace(r, prompt=replace(r.prompt, token_ids=(5 + i, 9, 20 + i))) for i, r in enumerate(made)]
+    make_policy(tiny_dir, top_entropy_share=share).update(made, groups(made), step=1)
+    assert len(torch.cat([r.entropy for r in made]).unique()) == 100
+    assert sum(int(r.has_policy_gradient.sum()) for r in made) == kept
 
 
 def test_the_reference_can_follow_the_policy(tiny_dir: Path) -> None:
