@@ -33,6 +33,15 @@ def test_collectives_are_in_one_package() -> None:
     assert users == {"rlpost/distributed"}
 
 
+def test_every_target_is_held_to_its_protocol() -> None:
+    """The type checker holds the classes of tests/protocols.py to the protocols of their plug-in points."""
+    tables = (ROOT / "tests" / "protocols.py").read_text(encoding="utf-8").partition("\nadvantages: ")[2]
+    chosen = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "conf").glob("**/*.yaml"))
+    targets = set(re.findall(r"_target_: rlpost[\w.]*\.(\w+)", chosen))
+    assert len(targets) > 20
+    assert targets <= set(re.findall(r"\w+", tables))
+
+
 def test_only_the_builder_instantiates() -> None:
     users = {
         p.relative_to(ROOT).as_posix() for p in SOURCES if re.search(r"\binstantiate\(", p.read_text(encoding="utf-8"))

@@ -49,7 +49,7 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": dict(self._drawn)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._drawn = dict(state["drawn"])
 
     def _next(self) -> Prompt:

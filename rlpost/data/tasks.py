@@ -16,7 +16,8 @@ from rlpost.types import Example
 
 
 class Task(Protocol):
-    name: str  # as in eval/<name>/accuracy
+    @property
+    def name(self) -> str: ...  # as in eval/<name>/accuracy
 
     def load(self) -> TaskData: ...
 

@@ -29,7 +29,8 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    stop: Sequence[str]  # strings that end a turn, beside the run's own
+    @property
+    def stop(self) -> Sequence[str]: ...  # strings that end a turn, beside the run's own
 
     # tools: optionally, JSON schemas of what the model may call, for its chat template
 

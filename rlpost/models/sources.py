@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from rlpost.errors import UserError, require
 
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class ModelSource(Protocol):
-    trust_remote_code: bool
+    @property
+    def trust_remote_code(self) -> bool: ...
 
     def directory(self) -> Path: ...
 
@@ -127,7 +128,9 @@ class GGUFPackage:
     sha256: str
     context: int
 
-    trust_remote_code: ClassVar[bool] = False
+    @property
+    def trust_remote_code(self) -> bool:
+        return False
 
     def context_length(self) -> int:
         return self.context

@@ -45,7 +45,9 @@ class TinyLlama:
     tied: bool = True
     context: int = 4096
 
-    trust_remote_code: ClassVar[bool] = False
+    @property
+    def trust_remote_code(self) -> bool:
+        return False
 
     def context_length(self) -> int:
         return self.context
@@ -89,7 +91,10 @@ class TinyVisionLlama:
     seed: int = 0
     context: int = 4096
 
-    trust_remote_code: ClassVar[bool] = False
+    @property
+    def trust_remote_code(self) -> bool:
+        return False
+
     requires_packages: ClassVar[Mapping[str, str]] = {"PIL": "images"}
 
     def context_length(self) -> int:

@@ -5,7 +5,7 @@ has advantage 0. All compute in float64. A group of one, and a group whose rewar
 the baseline is the group's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 
@@ -188,7 +188,7 @@ class BetaNormalized:
     def state_dict(self) -> dict[str, Any]:
         return {"rates": self._rates}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rates = state["rates"]
 
 
