@@ -1,4 +1,4 @@
-"""From a run's configuration to the objects of its loop: a builder for each, cheap checks first."""
+"""The builders that make the objects of a run's loop from its configuration, cheap checks first."""
 
 import gc
 import logging
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def template(self) -> Any:
-        """Whatever turns chat messages into token ids."""
+        """The processor or the tokenizer, which turns chat messages into token ids."""
         return self.vision or self.tokenizer
 
 

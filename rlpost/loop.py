@@ -86,7 +86,7 @@ class Loop:
         return evaluation
 
     def _is_due(self, settings: EvaluationConfig | CheckpointConfig) -> bool:
-        """Whether it is done after this step."""
+        """True if an evaluation or a checkpoint with these settings follows this step."""
         is_last = self.step == self.steps
         return (settings.every > 0 and self.step % settings.every == 0) or (is_last and settings.at_end)
 

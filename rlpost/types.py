@@ -93,7 +93,7 @@ class Rollout:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Whatever remembers something from step to step. Checkpoints hold the state of every part that has these methods."""
+    """A part that remembers something from step to step. Checkpoints hold the state of every part that has these methods."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 

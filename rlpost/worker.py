@@ -43,7 +43,7 @@ class StopFlag:
             signal.signal(number, self._handle)
 
     def __call__(self) -> bool:
-        """Whether it is set on any rank; all of them ask together."""
+        """True if it is set on any rank; all of them ask together."""
         return distributed.any_rank(self._is_set)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

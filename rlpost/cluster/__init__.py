@@ -1,1 +1,1 @@
-"""How workers are started. Launchers only start processes: a worker reads everything else from the run directory."""
+"""The launchers of a run's workers. They only start processes: a worker reads everything else from the run directory."""

@@ -103,7 +103,7 @@ class _Server:
         self._selector.register(self._child_ended, selectors.EVENT_READ, self._reap)
 
     def serve(self) -> None:
-        """Until the owner is gone and the last child has ended."""
+        """The server runs until the owner is gone and the last child has ended."""
         while self._is_owned or self._asked_for:
             for key, _ in self._selector.select():
                 key.data()
@@ -137,7 +137,7 @@ class _Server:
             self._let_go(connection)
 
     def _nobody_waits_for(self, pid: int) -> None:
-        """Who asked for a child is gone: the child shall end, as one of a process that is gone would."""
+        """The process that asked for a child is gone: the child shall end, as a killed process's own would."""
         if pid not in self._asked_for:
             return  # it ended in this very moment
         connection, death_signal = self._asked_for[pid]
@@ -162,7 +162,7 @@ class _Server:
             connection.close()
 
     def _become(self, request: Request) -> NoReturn:
-        """In the child: everything that a new process would have of its own, then the module."""
+        """The child gets everything that a new process would have of its own, and runs the module."""
         code = 1
         try:
             os.setsid()

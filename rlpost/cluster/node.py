@@ -47,12 +47,12 @@ def num_gpus() -> int:
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """On Linux, have the kernel send this process the signal if the process that started it is killed."""
+    """The kernel, on Linux, is to send this process the signal if the process that started it is killed."""
     _prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def name_process(name: str) -> None:
-    """On Linux, the name under which top and ps show this process; 15 characters of it."""
+    """The name under which top and ps show this process is set, on Linux; 15 characters of it count."""
     _prctl(15, name.encode()[:15])  # PR_SET_NAME
 
 

@@ -1,4 +1,4 @@
-"""How the platform starts a Python process of its own: forked from one that has the imports already, or new.
+"""The start of the platform's own Python processes: forked from one that has the imports already, or new.
 
 Processes that start others belong to a family, which the command line makes:
 

@@ -1,4 +1,4 @@
-"""From a configuration to typed settings and objects. The only caller of Hydra's instantiate.
+"""Typed settings and objects from a configuration. This is the only caller of Hydra's instantiate.
 
 Imports no torch.
 """

@@ -89,7 +89,7 @@ def _target_row(name: str, parameter: Parameter, meaning: str) -> str:
 
 
 def _choices() -> dict[str, list[tuple[str, str, DictConfig]]]:
-    """By plug-in point: the choices of conf/ that fill it, with their comment and their node."""
+    """The choices of conf/ that fill each plug-in point, with their comment and their node."""
     found: dict[str, list[tuple[str, str, DictConfig]]] = {}
     for file in sorted(conf_dir().glob("*/*.yaml")):
         group = file.parent.name

@@ -61,13 +61,13 @@ class KLConfig:
 
     @property
     def moves_reference(self) -> bool:
-        """Whether the reference has weights of its own that change, so that a checkpoint must hold them."""
+        """True if the reference has weights of its own that change, so that a checkpoint must hold them."""
         return self.needs_reference and self.reference_every > 0
 
 
 @dataclass
 class AlgorithmConfig:
-    """How a step's rollouts become an update."""
+    """The way from a step's rollouts to an update."""
 
     advantage: Node = setting({}, "The advantage of every rollout.")
     loss: Node = setting({}, "The loss of a token.")
@@ -103,7 +103,7 @@ class AlgorithmConfig:
 
 @dataclass
 class PromptConfig:
-    """How a prompt is written for the model."""
+    """The form in which a prompt is written for the model."""
 
     system: str | None = setting(None, "A system message put before the example's messages; an example's own wins.")
     template: str = setting(
@@ -134,7 +134,10 @@ class StreamConfig:
 
 @dataclass
 class SamplingConfig:
-    """How completions are drawn. Nothing is taken from the model's generation_config but its end tokens."""
+    """The distribution that completions are drawn from.
+
+    Nothing is taken from the model's generation_config but its end tokens.
+    """
 
     max_tokens: int = setting(32, "The longest completion, in tokens, its end token counted.", AtLeast(1))
     temperature: float = setting(
@@ -156,7 +159,7 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig(SamplingConfig):
-    """How rollouts are sampled, and by which engine."""
+    """The sampling of rollouts, and the engine that does it."""
 
     engine: Node = setting({}, "The engine that samples.")
     per_prompt: str | None = setting(
@@ -185,7 +188,7 @@ class LoRAConfig:
 
 @dataclass
 class TrainerConfig:
-    """How the update is computed, and how it is spread over ranks."""
+    """The computation of the update, and its spread over ranks."""
 
     precision: str = setting(
         "float32",
@@ -296,7 +299,7 @@ class PluginsConfig:
 
 @dataclass
 class StepConfig:
-    """How many steps a run has, and how much is sampled for each."""
+    """The number of a run's steps, and how much is sampled for each."""
 
     seed: int = setting(0, "The seed of everything that is drawn.", AtLeast(0))
     steps: int = setting(25, "Training steps of the run.", AtLeast(1))

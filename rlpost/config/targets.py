@@ -105,7 +105,7 @@ def mismatch(value: Any, annotation: ast.expr) -> str | None:
 
 
 def _fits(value: Any, option: ast.expr) -> bool | None:
-    """Whether a value is of a type; None if the type is not a simple one."""
+    """True if a value is of a type; None if the type is not a simple one."""
     if isinstance(option, ast.Subscript):
         if choices := _literals(option):
             return value in choices

@@ -1,1 +1,1 @@
-"""From task rows to prompts, and from rollouts to micro-batches."""
+"""The way from task rows to prompts, and from rollouts to micro-batches."""

@@ -26,7 +26,7 @@ class Piece:
 
 
 def active_rollouts(rollouts: Sequence[Rollout], mask_truncated: bool) -> list[bool]:
-    """Which rollouts give a gradient: all, or with `mask_truncated` those that the length limit has not cut."""
+    """The rollouts that give a gradient are all, or with `mask_truncated` those that the length limit has not cut."""
     return [not (mask_truncated and rollout.completion.finish_reason == "length") for rollout in rollouts]
 
 

@@ -14,7 +14,7 @@ from rlpost.types import IMAGE, Example
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """How rows are read; what the tasks made of rows have in common.
+    """The reading of rows, which the tasks made of rows have in common.
 
     Attributes:
         question, answer: names of the fields. A question may be a text or a list of chat messages; answer null: none.

@@ -56,7 +56,7 @@ def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank, so that all of them decide alike."""
+    """True if the flag is set on any rank, so that all of them decide alike."""
     return bool(sum_over_ranks({"flag": float(flag)})["flag"])
 
 

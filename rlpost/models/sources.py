@@ -45,7 +45,7 @@ def attention_heads(directory: Path) -> int | None:
 
 
 def takes_images(directory: Path) -> bool:
-    """Whether the model in a directory is a vision-language model."""
+    """True if the model in a directory is a vision-language model."""
     return "vision_config" in read_config(directory)
 
 

@@ -13,7 +13,7 @@ def has_onednn() -> bool:
 
 
 def has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 itself; where it does not, float32 is several times as fast."""
+    """True if this CPU multiplies bfloat16 itself; where it does not, float32 is several times as fast."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 

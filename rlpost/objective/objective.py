@@ -57,7 +57,7 @@ class Objective:
 
     @property
     def is_zero_at_zero_advantage(self) -> bool:
-        """Whether a sequence of advantage 0 has a gradient of exactly 0."""
+        """True if a sequence of advantage 0 has a gradient of exactly 0."""
         return not self.kl.loss_coef and not self.entropy_coef and getattr(self.loss, "zero_at_zero_advantage", False)
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> ObjectiveOutput:

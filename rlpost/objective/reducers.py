@@ -141,7 +141,7 @@ class FunctionReducer:
         return value.double().squeeze()
 
     def _check_coupling(self) -> None:
-        """Whether two sequences side by side get the weights that each gets alone."""
+        """Check that two sequences side by side get the weights that each gets alone."""
         prompts, masks = [3, 2], [torch.tensor([True, True, False, True, True]), torch.tensor([True, True, True])]
         alone = torch.cat([self._weights([p], [m]) for p, m in zip(prompts, masks, strict=True)])
         if not torch.allclose(self._weights(prompts, masks), alone):

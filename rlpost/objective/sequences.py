@@ -18,7 +18,7 @@ def sequence_mean(values: Tensor, tokens: TokenView) -> Tensor:
 
 
 def per_token(values: Tensor, tokens: TokenView) -> Tensor:
-    """Each token's sequence's value.
+    """The value of each token's sequence.
 
     Not values[index]: the gradient of plain indexing adds up repeats in whatever order the threads come.
 

@@ -233,7 +233,7 @@ def _rollout(s: Setting, machine: Machine) -> list[Phase]:
 
 
 def _summed(phase: Phase, s: Setting, machine: Machine, positions: float, passes: int) -> Phase:
-    """With the sums over an engine's ranks."""
+    """The same phase with the sums over an engine's ranks."""
     sums = 2 * s.shape.layers
     size = sums * positions * s.shape.hidden * s.engine_width
     link_s = machine.exchange(size, s.tensor_parallel, passes * sums)

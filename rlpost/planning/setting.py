@@ -1,4 +1,4 @@
-"""From a configuration to the plain numbers that an estimate takes."""
+"""The plain numbers that an estimate takes, from a configuration."""
 
 import argparse
 import json

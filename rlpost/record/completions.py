@@ -71,7 +71,7 @@ def write_table(table: pa.Table, run_dir: Path, step: int) -> None:
 
 
 def num_rows(run_dir: Path, step: int) -> int:
-    """How many completions a step has, without reading them."""
+    """The number of completions that a step has, without reading them."""
     return pq.read_metadata(path_of(run_dir, step)).num_rows
 
 

@@ -35,7 +35,7 @@ class RewardFunction(Protocol):
 
 @dataclass(frozen=True)
 class TrainingState:
-    """How far the run is."""
+    """The run's progress."""
 
     step: int
     num_steps: int
@@ -43,7 +43,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Failure:
-    """In place of a value: why a function has none for a completion, and the traceback if it raised."""
+    """The reason why a function has no value for a completion, and the traceback if it raised."""
 
     reason: str
     details: str = ""

@@ -125,7 +125,7 @@ class JudgeReward:
 
 
 class _Pace:
-    """At most so many requests a minute, evenly spaced, and so many at once."""
+    """A limit on requests: so many a minute, evenly spaced, and so many at once."""
 
     def __init__(self, per_minute: float | None, at_once: int) -> None:
         self._interval = 60.0 / per_minute if per_minute else 0.0

@@ -49,7 +49,7 @@ class MathReward(AnswerReward):
         return float(found is not None and gold.equals(plain(found), self))
 
     def parsed(self, text: str) -> list[Any]:
-        """By math-verify; empty if it cannot, or if the text is not worth its time."""
+        """The text as math-verify reads it; empty if it cannot, or if the text is not worth its time."""
         if len(text) > LONGEST or text.count("^") > 8 or _depth(text) > 12 or _is_huge(text):
             return []
         # In other threads there are no signals to end it; the scoring process is then ended as a whole.
@@ -97,7 +97,7 @@ class _Gold:
 
 
 def _is_words(text: str) -> bool:
-    """Whether a text is words, such as names, days, yes and no, in which letters would only be multiplied.
+    """True if a text is words, such as names, days, yes and no, in which letters would only be multiplied.
 
     Two letters may be a product.
     """

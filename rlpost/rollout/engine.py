@@ -15,7 +15,8 @@ from rlpost.types import Completion, Prompt, Rollout
 
 @dataclass
 class Sampling(SamplingConfig):
-    """How completions are drawn; the settings' meanings stand at `SamplingConfig`. A temperature of 0 is greedy.
+    """The distribution that completions are drawn from; the settings' meanings stand at `SamplingConfig`. A temperature of
+    0 is greedy.
 
     Attributes: excluded: tokens that are never drawn: those that stand for images.
     """
@@ -34,11 +35,11 @@ class Sampling(SamplingConfig):
 
     @property
     def is_guided(self) -> bool:
-        """Whether tokens that would break a pattern, a schema or a choice have probability 0."""
+        """True if tokens that would break a pattern, a schema or a choice have probability 0."""
         return bool(self.regex or self.json_schema or self.choice)
 
     def of(self, prompt: Prompt) -> "Sampling":
-        """With the prompt's own settings."""
+        """This sampling with the prompt's own settings."""
         return replace(self, **prompt.sampling) if prompt.sampling else self
 
     def for_evaluation(self, temperature: float) -> "Sampling":
@@ -56,7 +57,7 @@ class Sampling(SamplingConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens come from the softmax of what is not excluded, nothing cut off, penalised, biased or guided."""
+        """True if tokens come from the softmax of what is not excluded, nothing cut off, penalised, biased or guided."""
         cut = (self.top_p, self.top_k, self.min_p, self.repetition_penalty) != (1.0, 0, 0.0, 1.0)
         return not (cut or self.bad_words or self.logit_bias or self.is_guided)
 

@@ -19,7 +19,7 @@ from rlpost.types import Completion, Prompt
 
 
 class ReplyFormat:
-    """How replies stand between two turns of the model, from the chat template.
+    """The form of replies between two turns of the model, from the chat template.
 
     Args: template: a tokenizer, or a `Vision`.
 

@@ -11,7 +11,7 @@ from rlpost.types import Rollout
 
 class GroupFilter(Protocol):
     def __call__(self, group: Sequence[Rollout]) -> bool:
-        """Whether to train on a group, given all of its rollouts, rewards set."""
+        """The decision to train on a group, given all of its rollouts, rewards set."""
         ...
 
 

@@ -172,7 +172,7 @@ class VLLMServers:
         self._unlink()
 
     def _send(self, weights: Mapping[str, Tensor]) -> None:
-        """To every live server, which keeps them until it is told to take them over.
+        """Send weights to every live server, which keeps them until it is told to take them over.
 
         Raises: RuntimeError if no server is left, or all are well and it fails all the same.
         """

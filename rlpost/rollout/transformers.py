@@ -120,7 +120,7 @@ class TransformersEngine:
         )
 
     def _restrictions(self, sampling: Sampling) -> list[LogitsProcessor]:
-        """On the logits themselves, before the temperature, as vLLM orders them."""
+        """Restrictions on the logits themselves, before the temperature, as vLLM orders them."""
         restrictions: list[LogitsProcessor] = []
         if sampling.biases:
             biases = {(token,): bias for token, bias in sampling.biases.items()}

@@ -46,7 +46,7 @@ class PolicyWeights:
 
 
 def refresh_head(model: nn.Module) -> None:
-    """On CPUs the head multiplies by a repacked copy of its weight, which reloading a tied embedding leaves stale."""
+    """The head multiplies, on CPUs, by a repacked copy of its weight, which reloading a tied embedding leaves stale."""
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)

@@ -196,7 +196,7 @@ def unfinished(sweep_dir: Path, jobs: Iterable[Job]) -> list[Job]:
 
 
 def any_failed(sweep_dir: Path) -> bool:
-    """Whether a job of the sweep there has failed. False where there is no sweep."""
+    """True if a job of the sweep there has failed; False where there is no sweep."""
     if not (sweep_dir / "sweep.json").is_file():
         return False
     return any(job_state(sweep_dir, job) == "failed" for job in Plan.read(sweep_dir).jobs)

@@ -51,7 +51,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def _all_equal(values: Sequence[float]) -> bool:
-    """Whether values differ by no more than rounding, from which no deviation can be told."""
+    """True if values differ by no more than rounding, from which no deviation can be told."""
     return bool(np.ptp(values) <= ROUNDING * np.max(np.abs(values)))
 
 

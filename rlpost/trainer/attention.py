@@ -34,7 +34,7 @@ class _Completions:
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """Which positions of a row [1, S] attend to which, worked out once for all layers."""
+    """The positions of a row [1, S] that attend to one another, worked out once for all layers."""
 
     prompts: Sequence[slice]
     completions: Sequence[_Completions | None]  # one a prompt; None: it has none
@@ -127,7 +127,7 @@ def over_context(attention: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
 
 
 def _repeats(num_heads: int, num_kv_heads: int, size: int) -> int:
-    """How often each head of keys and values has to be there for every rank to have those of its query heads."""
+    """The number of times that each head of keys and values has to be there for every rank to have those of its query heads."""
     per_head = num_heads // num_kv_heads
     return next(n for n in range(1, per_head + 1) if per_head % n == 0 and (num_kv_heads * n) % size == 0)
 

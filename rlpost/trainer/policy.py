@@ -129,7 +129,7 @@ class Policy:
 
     @property
     def moves_reference(self) -> bool:
-        """Whether the reference has weights of its own that a checkpoint must hold."""
+        """True if the reference has weights of its own that a checkpoint must hold."""
         return self.reference is not None and self._objective.kl.moves_reference
 
     @property
