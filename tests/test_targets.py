@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.config.source import find
-from rlpost.config.targets import check_target, mismatch
+from rlpost.config.targets import check_target, constant_of, mismatch
 from rlpost.errors import UserError
 
 MODULE = """
@@ -102,6 +102,13 @@ def test_modules_that_are_not_there() -> None:
         find("nowhere", "Thing", "key")
     with pytest.raises(UserError, match=r"no module 'pkg\.nowhere'"):
         find("pkg.nowhere", "Thing", "key")
+
+
+def test_constants_are_read_from_the_class_or_a_base_of_it() -> None:
+    assert constant_of("pkg.targets_mod.Child", "kind", "none") == "x"
+    assert constant_of("pkg.targets_mod.Plain", "kind", "none") == "none"
+    assert constant_of("pkg.nowhere.Thing", "kind", "none") == "none"
+    assert "pkg" not in sys.modules
 
 
 def test_compiled_modules_cannot_be_read() -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlflow
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -78,6 +79,18 @@ def test_rollouts_come_back_from_the_completions_as_they_were_written(tmp_path: 
     assert (second.reward_errors, second.advantage, second.is_trained_on) == (episode.reward_errors, -0.5, False)
     assert (first.completion, second.completion) == (plain.completion, episode.completion)
     assert [r.completion for r in load_rollouts(tmp_path, 3)] == [plain.completion]
+
+
+def test_reasons_that_an_earlier_version_wrote_are_read(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, None, TrackingConfig())
+    tracker.log(3, {}, ROLLOUTS)
+    file = tmp_path / "completions" / "step-000003.parquet"
+    table = pq.read_table(file)
+    written = pa.array(["number raised: x; judge took over 10 s", ""])
+    pq.write_table(table.set_column(table.column_names.index("reward_errors"), "reward_errors", written), file)
+    first, second = read_rollouts(tmp_path, 3)
+    assert first.reward_errors == {"number": "raised: x; judge took over 10 s"}
+    assert second.reward_errors == {}
 
 
 def test_completions_are_parquet(tmp_path: Path) -> None:

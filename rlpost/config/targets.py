@@ -22,8 +22,11 @@ def definition_of(target: str, key: str) -> Definition | None:
 
 
 def constant_of(target: str, name: str, default: Any) -> Any:
-    """The value of a target's class-level constant, such as `samples_beside_training`."""
-    definition = definition_of(target, "")
+    """The value of a target's class-level constant, such as `samples_beside_training`; the default if it cannot be read."""
+    try:
+        definition = definition_of(target, target)
+    except UserError:  # `check_target` says what is wrong with it, and where
+        return default
     return default if definition is None else definition.constant(name, default)
 
 

@@ -30,8 +30,12 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
     """A row a rollout: prompt, completion, tokens, rewards, advantage, finish reason."""
+    return pa.Table.from_pylist(_rows(rollouts, step))
+
+
+def _rows(rollouts: Sequence[Rollout], step: int) -> list[dict[str, Any]]:
     functions = sorted({name for rollout in rollouts for name in rollout.rewards})
-    rows = [
+    return [
         {
             "step": step,
             "policy_version": r.completion.policy_version,
@@ -58,7 +62,6 @@ def completions_table(rollouts: Sequence[Rollout], step: int) -> pa.Table:
         }
         for r in rollouts
     ]
-    return pa.Table.from_pylist(rows)
 
 
 def write_table(table: pa.Table, run_dir: Path, step: int) -> None:
@@ -77,12 +80,12 @@ def num_rows(run_dir: Path, step: int) -> int:
 
 def table_for_people(rollouts: Sequence[Rollout], step: int) -> list[dict[str, Any]]:
     """The rows of a step without what they hold of each token."""
-    return completions_table(rollouts, step).drop_columns(PER_TOKEN).to_pylist()
+    return [{name: row[name] for name in row if name not in PER_TOKEN} for row in _rows(rollouts, step)]
 
 
 def trace_attributes(rollout: Rollout, step: int) -> dict[str, Any]:
     """A trace's attributes of a rollout beside its texts and its rewards, under the table's names."""
-    (row,) = table_for_people([rollout], step)
+    (row,) = _rows([rollout], step)
     return {name: row[name] for name in TRACED}
 
 
@@ -132,8 +135,16 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         row["sample_index"],
         rewards,
         math.nan if row["reward"] is None else row["reward"],
-        json.loads(row.get("reward_errors") or "{}"),
+        _errors(row.get("reward_errors") or ""),
         row["advantage"],
         row["kept"],
         trainer_logprobs=torch.tensor(logprobs) if logprobs else None,
     )
+
+
+def _errors(text: str) -> dict[str, str]:
+    """The reasons by function. Versions before JSON wrote "name reason; name reason", of which no reason can be told apart."""
+    if text.startswith("{"):
+        return json.loads(text)
+    name, _, reason = text.partition(" ")
+    return {name: reason} if text else {}
