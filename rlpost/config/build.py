@@ -4,7 +4,7 @@ Imports no torch.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -62,7 +62,7 @@ def build(node: Mapping[str, Any], **injected: Any) -> Any:
     except UserError:
         raise
     except Exception as error:  # Hydra hides the reason in the cause
-        for target in _targets(node):
+        for _, target in _targets(node, ""):
             check_packages(target, target)
         cause = error.__cause__ or error
         if isinstance(cause, ValueError | TypeError):
@@ -70,18 +70,18 @@ def build(node: Mapping[str, Any], **injected: Any) -> Any:
         raise
 
 
-def _targets(node: Any) -> Iterator[str]:
-    """The targets of a node and of all nodes inside it."""
-    inner: Iterable[Any] = ()
+def _targets(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    """The targets of a node and of all nodes inside it, each with the key of its `_target_`."""
     if isinstance(node, Mapping):
-        own = cast(Mapping[str, Any], node)
-        if "_target_" in own:
-            yield str(own["_target_"])
-        inner = own.values()
-    elif isinstance(node, list):
-        inner = cast(list[Any], node)
-    for value in inner:
-        yield from _targets(value)
+        inner = cast(Mapping[str, Any], node).items()
+    else:
+        inner = enumerate(cast(list[Any], node)) if isinstance(node, list) else ()
+    for name, value in inner:
+        place = f"{key}.{name}".removeprefix(".")
+        if name == "_target_":
+            yield place, str(value)
+        else:
+            yield from _targets(value, place)
 
 
 def build_metric(name: str, given: Any) -> Any:
@@ -129,9 +129,8 @@ def prepare(settings: Config) -> None:
 
     Raises: UserError if that is not installed.
     """
-    plain = flat(asdict(settings))
-    for key in sorted(key for key in plain if key.endswith("_target_")):
-        check_packages(plain[key], f"{key}={plain[key]}")
+    for key, target in _targets(asdict(settings), ""):
+        check_packages(target, f"{key}={target}")
     if settings.trainer.lora.rank:
         require({"peft": "lora"}, f"trainer.lora.rank={settings.trainer.lora.rank}")
     cluster = build(settings.cluster)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -42,7 +41,7 @@ class PluginNode:
     def target(self) -> str:
         return str(self.config["_target_"])
 
-    @cached_property
+    @property
     def settings(self) -> Mapping[str, Any]:
         """The target's own settings and its `_target_`, as plain values."""
         return {name: value for name, value in as_dict(self.config).items() if name not in self.beside}

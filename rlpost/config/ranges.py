@@ -7,7 +7,12 @@ from typing import Any, Protocol, cast
 
 
 class Range(Protocol):
-    """A rule over one setting. Both methods are asked about values of the setting's type only."""
+    """A rule over one setting. It is asked about values of the setting's type only."""
+
+    @property
+    def words(self) -> str:
+        """The range itself, such as `over 0`."""
+        ...
 
     def holds(self, value: Any) -> bool: ...
 
@@ -26,10 +31,12 @@ class AtLeast:
     def holds(self, value: float) -> bool:
         return self.low <= value < self.below
 
+    @property
+    def words(self) -> str:
+        return f"at least {self.low:g}" + ("" if self.below == math.inf else f" and under {self.below:g}")
+
     def expected(self, value: float) -> str:
-        kind = "whole" if isinstance(value, int) else "finite"
-        end = "" if self.below == math.inf else f" and under {self.below:g}"
-        return f"expected a {kind} number, at least {self.low:g}{end}"
+        return f"expected a {'whole' if isinstance(value, int) else 'finite'} number, {self.words}"
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,12 @@ class Above:
     def holds(self, value: float) -> bool:
         return self.low < value < math.inf and (self.high is None or value <= self.high)
 
+    @property
+    def words(self) -> str:
+        return f"over {self.low:g}" + ("" if self.high is None else f" and at most {self.high:g}")
+
     def expected(self, value: float) -> str:
-        return f"expected a number over {self.low:g}" + ("" if self.high is None else f" and at most {self.high:g}")
+        return f"expected a number {self.words}"
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,12 @@ class Within:
     def holds(self, value: float) -> bool:
         return self.low <= value <= self.high
 
+    @property
+    def words(self) -> str:
+        return f"in {self.low:g}..{self.high:g}"
+
     def expected(self, value: float) -> str:
-        return f"expected a number in {self.low:g}..{self.high:g}"
+        return f"expected a number {self.words}"
 
 
 @dataclass(frozen=True)
@@ -67,8 +82,12 @@ class Finite:
     def holds(self, value: float) -> bool:
         return math.isfinite(value)
 
+    @property
+    def words(self) -> str:
+        return "finite"
+
     def expected(self, value: float) -> str:
-        return "expected a finite number"
+        return f"expected a {self.words} number"
 
 
 @dataclass(frozen=True, init=False)
@@ -80,12 +99,16 @@ class OneOf:
     def __init__(self, *choices: str) -> None:
         object.__setattr__(self, "choices", choices)
 
+    @property
+    def words(self) -> str:
+        return ", ".join(self.choices)
+
     def holds(self, value: str) -> bool:
         return value in self.choices
 
     def expected(self, value: str) -> str:
         close = difflib.get_close_matches(str(value), self.choices, n=1)
-        return f"did you mean {close[0]!r}?" if close else "expected one of " + ", ".join(self.choices)
+        return f"did you mean {close[0]!r}?" if close else f"expected one of {self.words}"
 
 
 RANGES = {kind.__name__: kind for kind in (AtLeast, Above, Within, Finite, OneOf)}

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlpost.config.build import conf_dir
 from rlpost.config.nodes import INJECTED, NAMED, SINGLE, as_dict
-from rlpost.config.ranges import OneOf, Range, default_of, meaning_of, range_of
+from rlpost.config.ranges import default_of, meaning_of, range_of
 from rlpost.config.schema import MISSING, Config, Node, RewardConfig
 from rlpost.config.source import UNKNOWN, Definition, Parameter
 from rlpost.config.targets import definition_of, range_of_annotation
@@ -61,7 +61,7 @@ def _row(key: str, kind: type, field: Field[Any]) -> str:
     type_ = "node" if is_node else "nodes by name" if key in NAMED else _in_words(hint)
     default = default_of(field)
     shown = "" if default == MISSING or is_node else _value(default)
-    return _cells(f"`{key}`", type_, shown, _values(range_of(field)), meaning_of(field))
+    return _cells(f"`{key}`", type_, shown, range_.words if (range_ := range_of(field)) else "", meaning_of(field))
 
 
 def _target(target: str, key: str) -> str:
@@ -85,7 +85,7 @@ def _target_row(name: str, parameter: Parameter, meaning: str) -> str:
     ranges = [] if parameter.annotation is None else range_of_annotation(parameter.annotation)
     default = "" if parameter.default is UNKNOWN else _value(parameter.default)
     meaning = meaning[:1].upper() + meaning[1:].replace("None", "null")
-    return _cells(f"`{name}`", annotation, default, "; ".join(map(_values, ranges)), meaning)
+    return _cells(f"`{name}`", annotation, default, "; ".join(range_.words for range_ in ranges), meaning)
 
 
 def _choices() -> dict[str, list[tuple[str, str, DictConfig]]]:
@@ -149,14 +149,6 @@ def _plain(annotation: ast.expr) -> str:
 def _in_words(hint: Any) -> str:
     text = hint.__name__ if isinstance(hint, type) and not getattr(hint, "__args__", None) else str(hint)
     return text.replace("typing.", "").replace("None", "null")
-
-
-def _values(range_: Range | None) -> str:
-    if range_ is None:
-        return ""
-    if isinstance(range_, OneOf):
-        return ", ".join(range_.choices)
-    return range_.expected(1.0).removeprefix("expected a ").replace("finite number, ", "").replace("number ", "")
 
 
 def _value(value: Any) -> str:

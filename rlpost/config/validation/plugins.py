@@ -40,7 +40,6 @@ def complete(node: PluginNode) -> None:
     with open_dict(node.config):
         for name in sorted(missing):
             node.config[name] = missing[name]
-    node.__dict__.pop("settings", None)
 
 
 def check_metrics(cfg: DictConfig) -> None:
