@@ -111,7 +111,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class TokenView:
-    """A reducer's view of a micro-batch's completion tokens."""
+    """The view that losses, corrections and reducers have of a micro-batch's completion tokens."""
 
     sequence_index: Tensor  # [T] int64, in 0 .. B-1
     token_index: Tensor  # [T] int64, the token's index in its whole completion

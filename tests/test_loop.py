@@ -97,8 +97,8 @@ def make_loop(scripts: list[str], per_step: int = 2, samples: int = 2, **setting
         max_attempts=take("max_attempts", 1),
         staleness=take("staleness", 0),
     )
-    each = reward.weights if take("normalize_each_reward") else None
-    advantages = StepAdvantages(take("advantage", GroupAdvantage("none")), policy, take("kl_in_reward", 0.0), each)
+    advantage, kl = take("advantage", GroupAdvantage("none")), take("kl_in_reward", 0.0)
+    advantages = StepAdvantages(advantage, policy, kl, take("reward_weights"))
     loop = Loop(
         sampler,
         advantages,
@@ -197,7 +197,7 @@ def test_each_reward_can_be_normalised_by_itself() -> None:
         return [1000.0 * (c == "0") for c in completions]
 
     reward = RewardSum({"digits": digits, "thousands": thousands}, {"digits": 1.0, "thousands": 1.0})
-    loop, _ = make_loop(["10"], per_step=1, reward=reward, normalize_each_reward=True, advantage=GroupAdvantage(eps=0))
+    loop, _ = make_loop(["10"], per_step=1, reward=reward, reward_weights=[1.0, 1.0], advantage=GroupAdvantage(eps=0))
     assert [r.advantage for r in step(loop)] == pytest.approx([0.0, 0.0])
     loop, _ = make_loop(["10"], per_step=1, reward=reward, advantage=GroupAdvantage(eps=0))
     assert [r.advantage for r in step(loop)] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])

@@ -1,8 +1,15 @@
 import math
+from pathlib import Path
 
 import pytest
 
+from rlpost.config.schema import TrackingConfig
+from rlpost.errors import UserError
+from rlpost.evaluate import Correctness
 from rlpost.record.metrics import rollout_metrics
+from rlpost.record.progress import StepProgress
+from rlpost.record.recorder import Recorder
+from rlpost.record.tracker import Tracker
 from tests.conftest import make_rollout
 
 
@@ -39,3 +46,27 @@ def test_by_hand() -> None:
         "completions/truncated": 1 / 6,
     }
     assert metrics == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_further_metrics_stand_under_their_own_name(tmp_path: Path) -> None:
+    def written(name: str) -> dict[str, float]:
+        made = [make_rollout(reward=1.0), make_rollout(sample_index=1, reward=0.0)]
+        for rollout in made:
+            rollout.rewards = {"number": rollout.reward}
+        tracker = Tracker(tmp_path / name, None, TrackingConfig())
+        (tmp_path / name).mkdir()
+        count = {name: lambda rollouts: {"mean": len(rollouts)}}
+        recorder = Recorder(tracker, StepProgress(1, enabled=False), Correctness("number"), count)
+        recorder.begin(1)
+        recorder.add({"sampling": 1.0})
+        recorder.end()
+        shown = ("policy/entropy", "policy/grad_norm", "rollout/logprob_diff_max")
+        recorder.step(made, [], dict.fromkeys(shown, 1.0))
+        return tracker.summary()[0]
+
+    assert written("repeats")["repeats/mean"] == 2
+    with pytest.raises(
+        UserError, match=r"metrics\.reward: reward/mean is a metric already; give metrics\.reward another"
+    ):
+        written("reward")

@@ -11,6 +11,7 @@ from rlpost.config.build import typed
 from rlpost.config.ranges import Above, AtLeast, Finite, OneOf, Within, meaning_of
 from rlpost.config.reference import reference
 from rlpost.config.schema import MISSING, Config, KLConfig, RewardConfig
+from rlpost.config.targets import defaults_of
 from rlpost.config.validation import validate
 from tests.test_config import CONF, ROOT, plain
 
@@ -68,8 +69,6 @@ def test_no_shipped_file_repeats_a_default() -> None:
 def test_no_shipped_file_repeats_a_default_of_its_target() -> None:
     for file in CONF.glob("*/*.yaml"):
         for key, node in target_nodes(yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
-            from rlpost.config.targets import defaults_of
-
             defaults = defaults_of({"_target_": node["_target_"]}, key)
             repeated = {n for n, v in node.items() if n in defaults and as_list(defaults[n]) == v}
             assert not repeated, f"{file}: {repeated}"

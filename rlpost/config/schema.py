@@ -73,7 +73,8 @@ class AlgorithmConfig:
     loss: Node = setting({}, "The loss of a token.")
     multi_reward: str = setting(
         "sum_then_normalize",
-        "Advantages of the summed reward, or the weighted sum of each function's own advantages.",
+        "Advantages of the summed reward, or the weighted sum of each function's own advantages, normalised over the step "
+        "(GDPO, arXiv:2601.05242).",
         OneOf("sum_then_normalize", "normalize_then_sum"),
     )
     corrections: dict[str, Any] = setting(

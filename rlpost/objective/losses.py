@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rlpost.config.ranges import Above, AtLeast, Within
-from rlpost.objective.ratios import log_ratio
-from rlpost.objective.ratios import ratio as ratio_of
+from rlpost.objective.ratios import log_ratio, ratio_of
 from rlpost.objective.sequences import per_token, sequence_mean
 from rlpost.types import TokenView
 

@@ -12,7 +12,7 @@ from rlpost.config.schema import KLConfig
 from rlpost.objective.corrections import Correction
 from rlpost.objective.losses import ClippedLoss, Loss
 from rlpost.objective.metrics import Max, Mean, Metric, Sum
-from rlpost.objective.ratios import log_ratio, ratio
+from rlpost.objective.ratios import log_ratio, ratio_of
 from rlpost.objective.reducers import Reducer, SequenceMean
 from rlpost.objective.regularizers import kl_estimate
 from rlpost.types import PackedBatch, StepTotals
@@ -62,7 +62,8 @@ class Objective:
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> ObjectiveOutput:
         """Args: logprobs [T] and entropy [T] by the current policy, both with gradient."""
-        tokens = replace(batch.tokens, max_log_ratio=self.max_log_ratio or math.inf)
+        bound = math.inf if self.max_log_ratio is None else self.max_log_ratio
+        tokens = replace(batch.tokens, max_log_ratio=bound)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         advantages = batch.advantages.to(logprobs.dtype)[batch.sequence_index]
         token = self.loss(logprobs, old_logprobs, advantages, tokens)
@@ -96,7 +97,7 @@ class Objective:
             metrics["policy/kl_ref"] = Sum(_weighted_sum(kl.detach(), mean_weights))
             if self.kl.loss_coef:
                 if self.kl.unbiased:
-                    kl = kl * ratio(log_ratio(logprobs, old_logprobs, tokens), tokens)
+                    kl = kl * ratio_of(log_ratio(logprobs, old_logprobs, tokens), tokens)
                 kl_weights = weights if self.kl.reducer == "same" else mean_weights
                 loss = loss + self.kl.loss_coef * _weighted_sum(kl, kl_weights)
         if self.entropy_coef:

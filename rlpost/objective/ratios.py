@@ -31,6 +31,6 @@ def bounded(log_ratios: Tensor, max_log_ratio: float) -> Tensor:
     return log_ratios.clamp(-bound, bound)
 
 
-def ratio(log_ratios: Tensor, tokens: TokenView) -> Tensor:
+def ratio_of(log_ratios: Tensor, tokens: TokenView) -> Tensor:
     """The exponential of log-ratios, bounded by `tokens.max_log_ratio`."""
     return torch.exp(bounded(log_ratios, tokens.max_log_ratio))

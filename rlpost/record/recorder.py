@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from rlpost import distributed
+from rlpost.errors import UserError
 from rlpost.record.metrics import rollout_metrics
 from rlpost.record.progress import StepProgress
 from rlpost.record.tracker import Tracker
@@ -117,9 +118,12 @@ class Recorder:
         written["rollout/tokens_per_s"] = total / self._seconds["sampling"]
         written["rollout/staleness"] = max(self._step - 1 - r.completion.policy_version for r in everyones)
         written["tokens/total"] = self.tokens
-        for name, metric in self._metrics.items():
-            written.update({f"{name}/{key}": float(value) for key, value in metric(everyones).items()})
         written["memory/rss_gb"] = psutil.Process().memory_info().rss / 1e9
+        for name, metric in self._metrics.items():
+            own = {f"{name}/{key}": float(value) for key, value in metric(everyones).items()}
+            if taken := sorted(own.keys() & written.keys()):
+                raise UserError(f"metrics.{name}: {taken[0]} is a metric already; give metrics.{name} another name")
+            written.update(own)
         self.tracker.log(self._step, written, everyones)
         self.progress.step(self._step, written)
 

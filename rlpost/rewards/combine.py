@@ -72,11 +72,6 @@ class RewardSum:
         self._said: set[str] = set()
 
     @property
-    def weights(self) -> list[float]:
-        """One a function, in the order of a rollout's `rewards`."""
-        return list(self._weights.values())
-
-    @property
     def hooks(self) -> dict[str, RewardFunction]:
         """The functions that run in this process, under the names of their settings."""
         return {f"reward.{name}": function for name, function in {**self._plain, **self._waiting}.items()}
