@@ -89,7 +89,7 @@ def mismatch(value: Any, annotation: ast.expr) -> str | None:
     """The end of the message about a value that an annotation of simple types does not allow; None if it fits or cannot
     be told.
     """
-    ranges: list[Range] = []
+    outside: list[str] = []
     for option in _union_members(annotation):
         option, range_ = _without_range(option)
         fits = _fits(value, option)
@@ -98,9 +98,10 @@ def mismatch(value: Any, annotation: ast.expr) -> str | None:
         if fits:
             if range_ is None or range_.holds(value):
                 return None
-            ranges.append(range_)
-    if ranges:
-        return ranges[0].expected(value)
+            # YAML writes a float of -1.0 as -1 too: the message is about the setting's type
+            outside.append(range_.expected(float(value) if ast.unparse(option) == "float" else value))
+    if outside:
+        return outside[0]
     kinds = [option for option in _union_members(annotation) if ast.unparse(option) != "None"]
     if len(kinds) == 1 and (choices := _literals(kinds[0])):
         return OneOf(*choices).expected(value)
